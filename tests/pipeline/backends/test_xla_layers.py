@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+
+from tests.gangs import run_gang
 
 PROGRAM = """
 import copy, json, sys
@@ -30,7 +30,7 @@ class Block(nn.Module):
 torch.manual_seed(0)
 model = nn.Sequential(Block(), Block(), nn.Linear(24, 8, bias=False))
 x, toward = torch.randn(5, 7, 24), torch.randn(5, 7, 8)
-device = open_device("xla", sys.argv[1], World())
+device = open_device("xla", sys.argv[3], World())
 placed = device.place(copy.deepcopy(model))
 model.double()(x.double()).backward(toward.double())
 inputs = device.from_host({"x": x, "toward": toward})
@@ -61,9 +61,8 @@ print(json.dumps({"dtype": str(found.dtype), "error": wrong(found), "torch": wro
 
 
 def answer(program: str, *arguments: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    [said] = run_gang(program, 1, *arguments)
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -26,7 +25,9 @@ from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.world import World
 from pipeline.stages import evaluate
 from pipeline.training.batches import TrainingBatches
+from tests.gangs import on_xla
 from tests.pipeline.stages.planning import Bench, refusal, rows
+from tests.pipeline.training.xla_scenarios import SCENARIO
 
 COLORS = {
     "warm": ["red", "orange", "amber", "rust"],
@@ -306,27 +307,11 @@ def test_training_with_classes_meets_the_graphs_of_the_trial(shop: Bench, alone:
         Path(shop.root, "data", "pairs.jsonl").unlink()
         settings["gate"] = {"metric": "accuracy", "max_drop": 0.9, "undecided": "accept"}
     shop.start("one", settings)
-    met = {stage: on_xla(shop, stage) for stage in (Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE)}
+    met = {
+        stage: on_xla(SCENARIO, "stage", shop.paths("one").root, stage, shop.scratch / f"xla-{stage}")
+        for stage in (Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE)
+    }
     # A step of pairs is one graph.
     assert met[Stage.COMPILE]["graphs"] == (6 if alone else 7)
     assert [met[stage]["graphs"]["new"] for stage in (Stage.TRAIN, Stage.EVALUATE)] == [0, 0]
     assert store.read_json(shop.paths("one").scorecard)["slices"]["task:color"]["new"]["accuracy"] > 0
-
-
-def on_xla(bench: Bench, stage: Stage) -> dict[str, Any]:
-    """Run a stage in a process of its own, as torch-xla takes over the one that loads it; return its metrics."""
-    command = [
-        "-m",
-        "tests.pipeline.training.xla_scenarios",
-        "stage",
-        bench.paths("one").root,
-        stage,
-        bench.scratch / f"xla-{stage}",
-    ]
-    flags = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, check=False, env={**os.environ, **flags}
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,9 @@ from pipeline.plan import RunPlan
 from pipeline.run.world import World
 from pipeline.training.host_state import OPTIMIZER_FILE, host_state, load_optimizer
 from pipeline.training.step import build_optimizer
+from tests.gangs import on_xla
 from tests.pipeline.training.planned import plan_training
+from tests.pipeline.training.xla_scenarios import SCENARIO
 from tests.tiny import Head
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -37,20 +37,7 @@ SMALL = {
 Run = tuple[RunPaths, RunPlan]
 
 
-def scenario(*arguments: str) -> dict[str, Any]:
-    """Run a program of xla_scenarios; its answer."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.pipeline.training.xla_scenarios", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=850,
-        check=False,
-        # Unoptimized code compiles in half the time, and the graphs are the same.
-        env={**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+scenario = partial(on_xla, SCENARIO)
 
 
 @pytest.fixture(scope="module")

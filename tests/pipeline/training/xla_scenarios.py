@@ -1,4 +1,4 @@
-"""Programs of their own for tests of torch-xla, which takes over the process that loads it: `python -m MODULE NAME ...`.
+"""Scenarios for tests of torch-xla, which takes over the process that loads it: on_xla(SCENARIO, NAME, ...).
 
 Each prints one JSON object as its last line.
 """
@@ -31,6 +31,8 @@ from pipeline.training import loop, step
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.host_state import OPTIMIZER_FILE, host_state, load_optimizer
 from pipeline.training.step import build_optimizer
+
+SCENARIO = f"from {__name__} import main; main()"
 
 
 def context(root: str, stage: Stage, scratch: Path) -> StageContext:
@@ -186,9 +188,10 @@ SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     "broken": broken,
 }
 
-if __name__ == "__main__":
+
+def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    found = SCENARIOS[sys.argv[1]](*sys.argv[2:])
+    found = SCENARIOS[sys.argv[3]](*sys.argv[4:])
     print(json.dumps(found), flush=True)
     # torch-xla's threads have nothing more to say.
     os._exit(0)
