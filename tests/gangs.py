@@ -1,5 +1,5 @@
-"""Gangs of ranks as processes of their own, forked from one that has loaded the framework: to load it takes each of them longer
-than most of what they are to do."""
+"""Gangs of ranks as processes of their own, forked from one that has the framework loaded: to load it takes longer than most of
+what they are to do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ class Rank:
     def said(self) -> str:
         return (self._folder / "out").read_text()
 
-    def wait(self, seconds: float = 900) -> int:
+    def wait(self, seconds: float = 600) -> int:
         """Return the exit code; what it says is shown where there is none in time."""
         self.process.join(seconds)
         if self.process.exitcode is None:
@@ -88,8 +88,6 @@ def _run(program: str, arguments: list[str], environment: Mapping[str, str], dir
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
-    with suppress(KeyError):
-        del os.environ["PYTEST_CURRENT_TEST"]
     for name, number in (("out", 1), ("err", 2)):
         with (folder / name).open("w") as stream:
             os.dup2(stream.fileno(), number)
