@@ -260,9 +260,8 @@ class PipelineStack(Stack):
             _allow(role, ["s3:PutObjectTagging"], [bucket.arn_for_objects("runs/*/train/checkpoints/*")])
         # A new attempt removes the failure.json of the last one; train removes its older checkpoints; a compiling stage removes
         # its lock from the cache; ingest removes rows that must not be used any more. The bucket keeps versions.
-        removed = [f"runs/*/{stage}/*"]
-        removed += [COMPILER_CACHE] if stage in CACHE_WRITERS else [INGESTED, MINED] if stage is Stage.INGEST else []
-        _allow(role, ["s3:DeleteObject"], [bucket.arn_for_objects(pattern) for pattern in removed])
+        removed = [COMPILER_CACHE] if stage in CACHE_WRITERS else [INGESTED, MINED] if stage is Stage.INGEST else []
+        _allow(role, ["s3:DeleteObject"], [bucket.arn_for_objects(pattern) for pattern in (f"runs/*/{stage}/*", *removed)])
 
     def _grant_accelerator_stage(self, stage: Stage, role: iam.IRole, environments: list[str]) -> None:
         """A sick host takes itself out of its cluster, or the retry would land on it again."""

@@ -155,8 +155,7 @@ class LazyDevice:
         if self.world.size == 1:
             return value.clone()
         # Every rank records the same graph: whose value counts is data. Not a scalar: torch-xla makes constants of 0 and 1.
-        chosen = torch.tensor([self.world.is_leader], dtype=value.dtype).to(self.torch_device)
-        return self.all_reduce(value * chosen)
+        return self.all_reduce(value * torch.tensor([self.world.is_leader], dtype=value.dtype).to(self.torch_device))
 
     def barrier(self) -> None:
         if self.world.size > 1:

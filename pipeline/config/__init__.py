@@ -201,10 +201,17 @@ class RunConfig(Section):
             self.classifies_only and not self.train.classes,
             "gate.metric = accuracy is that of classified texts: name their classes in train.tasks",
         )
-        others = [rule.slice for rule in self.gate.guardrails if rule.metric == "accuracy" and not rule.slice.startswith("task:")]
+        wrong = [
+            f"the slice {rule.slice} has no {rule.metric}"
+            for rule in self.gate.guardrails
+            if rule.slice != "task:*"
+            and (rule.metric == "accuracy") != (rule.slice.removeprefix("task:") in self.train.classes)
+            and (rule.slice.startswith("task:") or not self.classifies_only)
+        ]
         refuse_if(
-            others and not self.classifies_only,
-            f"gate.guardrails: the slice {', '.join(others)} has an accuracy only where gate.metric is accuracy, too",
+            wrong,
+            f"gate.guardrails: {', '.join(wrong)}: accuracy is the metric of tasks with classes, and of "
+            "locales and the newest week where it is gate.metric, too",
         )
         refuse_if(
             self.classifies_only and self.report.texts,

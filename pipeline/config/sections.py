@@ -4,6 +4,7 @@ description and its roles."""
 from __future__ import annotations
 
 import re
+import unicodedata
 from enum import Enum
 from typing import Annotated, Any, Literal, get_args
 
@@ -59,6 +60,13 @@ Uri = Annotated[str, AfterValidator(_well_formed)]
 
 RunId = Annotated[str, matching(RUN_ID_PATTERN)]
 TaskName = Annotated[str, matching(re.compile(r"[A-Za-z0-9_-]{1,64}"))]
+
+
+def normalized(text: str) -> str:
+    """Return a text as equal ones are recognised: after NFKC, case folding and collapsing white space."""
+    # NFKC leaves ASCII unchanged.
+    return " ".join((text if text.isascii() else unicodedata.normalize("NFKC", text)).casefold().split())
+
 
 PREFETCH_BATCHES = 4
 """Batches that are prepared ahead in host memory where nothing is compiled."""

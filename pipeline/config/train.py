@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config.sections import Fraction, KeyRole, PositiveInt, RunId, Section, TaskName, refuse_if
+from pipeline.config.sections import Fraction, KeyRole, PositiveInt, RunId, Section, TaskName, normalized, refuse_if
 from pipeline.packing import MICRO_BATCH_TOKENS, PAIR_TOKENS, BinShape, bins_of, largest_divisor
 
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -28,7 +28,7 @@ class TaskConfig(Section):
     @model_validator(mode="after")
     def _each_class_once(self) -> TaskConfig:
         names = self.classes or ()
-        refuse_if(len({" ".join(name.casefold().split()) for name in names}) < len(names), "a class is there twice")
+        refuse_if(len({normalized(name) for name in names}) < len(names), "a class is there twice")
         unknown = sorted({*self.class_weights} - {*names})
         refuse_if(unknown, f"class_weights: {', '.join(unknown)} is not in classes")
         return self

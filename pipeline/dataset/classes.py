@@ -34,6 +34,8 @@ def class_numbers(
     found = np.full(table.num_rows, NO_CLASS, np.int32)
     for task, names in classes.items():
         own = tasks == task
+        # Rows that no model learns or is judged by may have any document.
+        found[own & (table["label"].to_numpy() <= 0)] = 0
         for number, name in enumerate(names):
             found[own & (documents == normalized_hash(name))] = number
         if len(unknown := np.flatnonzero(own & (found == NO_CLASS))):
@@ -46,7 +48,7 @@ def class_numbers(
                     f"rows of this file by other class: {_other_classes(shard, task, names)}",
                 ],
                 rule=f"the document of such a row is one of train.tasks.{task}.classes: {', '.join(names)}",
-                remedy="add the class there, or correct the rows",
+                remedy="add the class there, correct the rows, or name a class that is no more, as hash:DIGITS, in data.delete",
             )
     return found
 
@@ -58,7 +60,7 @@ def _other_classes(shard: IngestedShard, task: str, names: Sequence[str]) -> str
         for facts, texts in zip(shard.facts(number, 0, file.rows), shard.texts(number, 0, file.rows), strict=True):
             other = pc.and_not(pc.equal(facts["task"], task), pc.is_in(facts["document_hash"], known))
             found.update(pc.list_element(texts["texts"], 1).filter(other).to_pylist())
-    return ", ".join(f"{name} {rows}" for name, rows in found.most_common(10))
+    return ", ".join(f"{name} {rows} (hash:{normalized_hash(name):016x})" for name, rows in found.most_common(10))
 
 
 def without_documents(table: pa.Table, rows: NDArray[np.bool_]) -> pa.Table:

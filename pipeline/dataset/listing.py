@@ -25,8 +25,7 @@ def list_pairs(config: RunConfig, tokenizer: TokenizerPlan, deletions: str) -> t
         BadConfig: there is none.
         MissingInput: a URI names nothing.
     """
-    named = partial(_named, config, tokenizer, PAIRS, deletions=deletions)
-    return tuple(named(shard, setting) for shard, setting in _training(config))
+    return tuple(_named(config, tokenizer, PAIRS, *found, deletions=deletions) for found in _training(config))
 
 
 def list_documents(config: RunConfig, tokenizer: TokenizerPlan, deletions: str) -> tuple[InputShard, ...]:

@@ -31,8 +31,7 @@ def add_judged(rows: pa.Table) -> pa.Table:
     taken = pa.array(judged[np.repeat(first - ends[:-1], counts) + np.arange(ends[-1])])
     for name, document in (("negatives", "document"), ("negative_hashes", "document_hash")):
         more = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), rows[document].take(taken).combine_chunks())
-        lists = joined(rows[name].combine_chunks(), more)
-        rows = rows.set_column(rows.schema.get_field_index(name), name, lists)
+        rows = rows.set_column(rows.schema.get_field_index(name), name, joined(rows[name].combine_chunks(), more))
     return rows
 
 
@@ -45,7 +44,14 @@ def joined(first: pa.ListArray, second: pa.ListArray) -> pa.ListArray:
 
 
 def negative_columns(
-    tokens: pa.ListArray, hashes: pa.ListArray, own: Hashes, count: int, length: int, tokenizer: TokenizerPlan, held: int
+    tokens: pa.ListArray,
+    hashes: pa.ListArray,
+    own: Hashes,
+    count: int,
+    length: int,
+    tokenizer: TokenizerPlan,
+    held: int,
+    held_keys: Hashes,
 ) -> dict[str, pa.Array]:
     """Return the columns of `train.arrow` with each row's first negatives, see pipeline/dataset/row_files.row_schemas.
 
@@ -57,11 +63,13 @@ def negative_columns(
         count: negatives of a row, at most.
         length: tokens at which they are cut.
         held: slices of documents' hashes that are held out.
+        held_keys: divided by SLICES, the hashes of documents that are held out with a file.
     """
     texts, values = cut(tokens.flatten(), length, tokenizer), hashes.flatten().to_numpy()
     lengths = pc.list_value_length(hashes).to_numpy()
     rows = np.repeat(np.arange(len(own)), lengths)
-    good = np.asarray(texts.is_valid()) & (values != own[rows]) & (values // np.uint64((1 << 64) // SLICES) >= held)
+    free = (values // np.uint64((1 << 64) // SLICES) >= held) & ~np.isin(values // np.uint64(SLICES), held_keys)
+    good = np.asarray(texts.is_valid()) & (values != own[rows]) & free
     before = np.concatenate([[0], np.cumsum(good)])
     place = before[:-1] - before[np.cumsum(lengths) - lengths][rows]
     # Behind the last one, what a row without a negative gets.

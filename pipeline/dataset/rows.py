@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import string
 import sys
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -22,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from pipeline.config.sections import normalized
 from pipeline.dataset.columns import CORPUS_COLUMNS, TRAINING_COLUMNS, Columns, constant_of, filled, resolve
 from pipeline.dataset.ingested import DOCUMENTS, PAIRS, TOMBSTONE, Hashes, with_values
 from pipeline.dataset.records import BadRow, Column, Records, bad_row, file_columns, read_records, values_at, written
@@ -105,10 +105,8 @@ def shard_columns(uri: str, kind: str, given: Mapping[str, str], path: str = "")
 
 
 def normalized_hash(text: str) -> int:
-    """Return the first 8 bytes of the SHA-256 of the text after NFKC, case folding and collapsing white space, as an integer."""
-    if not text.isascii():  # NFKC leaves ASCII unchanged
-        text = unicodedata.normalize("NFKC", text)
-    return int.from_bytes(sha256(" ".join(text.casefold().split()).encode()).digest()[:8], "big")
+    """Return the first 8 bytes of the SHA-256 of the `normalized` text, as an integer."""
+    return int.from_bytes(sha256(normalized(text).encode()).digest()[:8], "big")
 
 
 def normalized_hashes(texts: pa.Array) -> Hashes:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from pipeline.dataset.external_sort import ExternalSort
 from pipeline.dataset.ingested import Hashes, mixed
+from pipeline.errors import BadData
 from pipeline.packing import BinShape, texts_per_row
 
 MASKED = -1
@@ -117,10 +118,15 @@ def write_order(
         The steps of each stratum.
 
     Raises:
-        ValueError: no pairs, or one that a bin has no room for.
+        BadData: no pairs.
+        ValueError: one that a bin has no room for.
     """
     if not rows:
-        raise ValueError("there are no rows to order")
+        raise BadData(
+            "there is no row to train on",
+            rule="rows with the query, document or group of a test file (data.holdout, data.tasks.NAME.holdout) are held out",
+            remedy="add rows that the test files do not have",
+        )
     (kind, most), sizes = limit, [rows] if strata is None else strata.rows
     with TemporaryDirectory(dir=path.parent) as name:
         together = Path(name) / "steps"

@@ -88,7 +88,7 @@ def _weights(rows: Mapping[str, int], train: TrainConfig) -> list[float] | None:
 
     Temperature: Arivazhagan et al. 2019, "Massively Multilingual Neural Machine Translation in the Wild", arXiv:1907.05019.
     """
-    tasks = [name.rpartition("/")[0] if train.batch_by == "locale" else name for name in rows]
+    tasks = [name.partition("/")[0] if train.batch_by == "locale" else name for name in rows]
     if unknown := sorted(train.tasks.keys() - set(tasks)):
         raise BadData(
             "a task has no rows to train on",

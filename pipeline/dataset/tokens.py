@@ -148,8 +148,7 @@ class TextTokenizer:
         found: list[Tokens] = []
         for start in range(0, len(texts), TEXTS_AT_ONCE):
             some = [prompt + text for text in texts[start : start + TEXTS_AT_ONCE]]
-            encodings = self._backend.encode_batch_fast(some, add_special_tokens=True)
-            found += (np.array(encoding.ids, dtype=np.int32) for encoding in encodings)
+            found += (np.array(each.ids, np.int32) for each in self._backend.encode_batch_fast(some, add_special_tokens=True))
         return found
 
     def with_prompts(self, queries: pa.ChunkedArray, tasks: pa.ChunkedArray) -> pa.ChunkedArray:

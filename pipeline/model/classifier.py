@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from pipeline.config.sections import normalized
 from pipeline.errors import BadConfig
 from pipeline.log import log
 from pipeline.model.encoder import Encoder
@@ -53,6 +54,12 @@ class Classifier(nn.Linear):
         with torch.no_grad():
             probabilities, numbers = self(torch.from_numpy(embeddings)).softmax(dim=1).max(dim=1)
         return [self.classes[number] for number in numbers.tolist()], probabilities.numpy()
+
+
+def places_of(classes: Sequence[str], names: Sequence[str]) -> list[int]:
+    """Return the place that each class has among names, -1 where it has none."""
+    places = {normalized(name): place for place, name in enumerate(names)}
+    return [places.get(normalized(name), -1) for name in classes]
 
 
 def load_classifier(folder: Path, task: str, dimension: int, *, normalized: bool) -> Classifier | None:
@@ -98,11 +105,11 @@ def add_classifiers(encoder: Encoder, folder: Path, classes: Mapping[str, Sequen
     for task, names in classes.items():
         classifier = Classifier(encoder.dimension, names, normalized=encoder.normalize)
         if (known := load_classifier(folder, task, encoder.dimension, normalized=encoder.normalize)) is not None:
-            kept = [name for name in names if name in known.classes]
-            if kept != [*known.classes] or len(kept) < len(names):
-                log.info("task %s: %d classes, %d of the parent's %d", task, len(names), len(kept), len(known.classes))
+            places = torch.tensor(places_of(names, known.classes))
+            kept = places >= 0
+            if places.tolist() != [*range(len(known.classes))]:
+                log.info("task %s: %d classes, %d of the parent's %d", task, len(names), int(kept.sum()), len(known.classes))
             with torch.no_grad():
-                for name in kept:
-                    classifier.weight[names.index(name)] = known.weight[known.classes.index(name)]
-                    classifier.bias[names.index(name)] = known.bias[known.classes.index(name)]
+                classifier.weight[kept] = known.weight[places[kept]]
+                classifier.bias[kept] = known.bias[places[kept]]
         encoder.classifiers[task] = classifier

@@ -78,6 +78,15 @@ def _random_layer(inputs: int, outputs: int, generator: torch.Generator) -> nn.L
     return layer
 
 
+class Classifiers(nn.ModuleDict):
+    """Task -> its classifier. A task may have the name of an attribute of modules, such as `type`, which a ModuleDict refuses."""
+
+    __setattr__: Any = object.__setattr__
+
+    def add_module(self, name: str, module: Any) -> None:
+        self._modules[name] = module
+
+
 class Encoder(nn.Module):
     """Token ids to embeddings.
 
@@ -99,7 +108,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.backbone = backbone
         self.head = head
-        self.classifiers = nn.ModuleDict()
+        self.classifiers = Classifiers()
         self.pooling = pooling
         self.normalize = normalize
         self._family = family_of(self.config)

@@ -82,7 +82,7 @@ DENSE = {"use_residual": False, "module_input_name": "sentence_embedding", "modu
 """A `Dense` module's settings other than of its layer: they may be left out, and have no other value."""
 
 
-def load_encoder(folder: Path, config: ModelConfig, weights_from: list[Path] | None = None) -> Encoder:
+def load_encoder(folder: Path, config: ModelConfig, weights_from: list[Path] | None = None, *, new_head: bool = True) -> Encoder:
     """The encoder of a model folder, on the host in fp32.
 
     Args:
@@ -90,6 +90,7 @@ def load_encoder(folder: Path, config: ModelConfig, weights_from: list[Path] | N
         config: pooling, normalization and head; must agree with what the folder says. A head that neither folder nor weights
             have is new, see `new_head`.
         weights_from: files with all its weights, a head's too; None: the folder's own.
+        new_head: whether the encoder has a head that is new.
 
     Raises:
         MissingInput: no config.json, or no weights.
@@ -102,7 +103,8 @@ def load_encoder(folder: Path, config: ModelConfig, weights_from: list[Path] | N
     weights = {name: tensor for path in files for name, tensor in read_weights(path, config.weights_key).items()}
     if head and not weights_from:
         weights |= _head_weights(folder, head)
-    fill(encoder, weights, files[0], head_key=config.head_key, allow_new_head=not (head or config.head_key))
+    if not fill(encoder, weights, files[0], head_key=config.head_key, allow_new_head=not (head or config.head_key)):
+        encoder = encoder if new_head else load_encoder(folder, config.model_copy(update={"head": None}), weights_from)
     return encoder.eval()
 
 

@@ -254,7 +254,11 @@ def read_prompts(folder: Path) -> dict[str, str]:
     named = {side: [prompts[name] for name in names if name in prompts] for side, names in PROMPT_NAMES.items()}
     return {
         **{side: next(filter(None, found or [prompts.get(default)]), "") for side, found in named.items()},
-        **{name: text for name, text in sorted(prompts.items()) if text and name not in sum(PROMPT_NAMES.values(), ())},
+        **{
+            name: text
+            for name, text in sorted(prompts.items())
+            if text is not None and name not in sum(PROMPT_NAMES.values(), ())
+        },
     }
 
 

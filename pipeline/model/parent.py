@@ -59,7 +59,7 @@ def resolve_parent(uri: str, config: ModelConfig, scratch: Path) -> ResolvedPare
         _verify_manifest(model)
     files, source = model_files(model, uri, base)
     known = read_prompts(source)
-    prompts = {name: text for name, text in (config.prompts or {}).items() if text != known.get(name, "")}
+    prompts = {name: text for name, text in (config.prompts or {}).items() if text != known.get(name)}
     if other := [f"{name}: {known[name]!r}, model.prompts: {text!r}" for name, text in prompts.items() if known.get(name)]:
         raise BadConfig(
             "the model has other prompts",
@@ -68,8 +68,8 @@ def resolve_parent(uri: str, config: ModelConfig, scratch: Path) -> ResolvedPare
             remedy="set model.prompts as the folder has them, or leave it out; or continue from a model without prompts",
         )
     if prompts or source != model or [path.name for path in files] != [WEIGHTS]:
-        # Without `files` a folder's head is read as well.
-        encoder = load_encoder(source, config, None if source == model else files)
+        # Without `files` a folder's head is read as well. A new one is train's: the parent is measured as it is.
+        encoder = load_encoder(source, config, None if source == model else files, new_head=False)
         encoder.classifiers.update(load_classifiers(source, encoder))
         save_folder(encoder, scratch / "converted", source, prompts=prompts)
         log.info("converted %s into a model folder", files[0].name)

@@ -58,7 +58,7 @@ def read_weights(path: Path, key: str | None = None) -> Weights:
 
 def fill(
     encoder: Encoder, weights: Mapping[str, Tensor], source: Path, *, head_key: str | None = None, allow_new_head: bool = True
-) -> None:
+) -> bool:
     """Copy weights into an encoder, as fp32. Every tensor must be there in its shape, and none may be left over.
 
     Args:
@@ -66,6 +66,9 @@ def fill(
         source: for messages.
         head_key: see `ModelConfig`.
         allow_new_head: leave a head unchanged of which the weights have nothing.
+
+    Returns:
+        Whether the head, if it has one, is that of the weights.
 
     Raises:
         BadConfig: missing, left over or wrongly shaped tensors, all of them named.
@@ -98,6 +101,7 @@ def fill(
     if broken := [name for name in names.values() if not bool(torch.isfinite(found[name]).all())]:
         raise BadData("the weights have values that are not finite", value=[f"{source.name}: {name}" for name in broken])
     encoder.load_state_dict({name: found[theirs].float() for name, theirs in names.items()}, strict=with_head)
+    return with_head or not encoder.head_layers
 
 
 def _head_names(encoder: Encoder, weights: Mapping[str, Tensor], key: str | None) -> dict[str, str]:

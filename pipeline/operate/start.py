@@ -82,8 +82,9 @@ def start(site: Site, given: Mapping[str, Any], name: str | None = None) -> Exec
                 rule=f"nodes is one of {', '.join(map(str, sorted(deployment.allowed_nodes)))}",
                 remedy="choose one of them, or add it to allowed_nodes and deploy",
             )
-        allowed = AllowedUris(own=f"s3://{site.machine.bucket}", read=deployment.read, local_paths=deployment.local_paths)
-        allowed.check(config.uris())
+        AllowedUris(own=f"s3://{site.machine.bucket}", read=deployment.read, local_paths=deployment.local_paths).check(
+            config.uris()
+        )
     elif site.files(config.run).read(IN_FOLDER.input) is None:
         raise MissingInput(
             "there is no such run to resume",

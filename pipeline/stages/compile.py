@@ -84,8 +84,7 @@ def run(context: StageContext) -> StageOutput | None:
         with gang_device(context, plan) as device:
             run_trial(context, device, loading=device.computes)
         return None
-    work = {Stage.COLLECT: collect, Stage.PRECOMPILE: precompile}.get(context.stage, compile_on_neuron)
-    return work(context, plan.graphs)
+    return {Stage.COLLECT: collect, Stage.PRECOMPILE: precompile}.get(context.stage, compile_on_neuron)(context, plan.graphs)
 
 
 def _nothing(context: StageContext, reason: str) -> StageOutput | None:

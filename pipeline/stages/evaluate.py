@@ -51,7 +51,7 @@ from pipeline.evaluation.vectors import Vectors, kept_vectors, shortened, write_
 from pipeline.graphs.compiled import encode_function, known_graphs
 from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.log import log
-from pipeline.model.classifier import load_classifier
+from pipeline.model.classifier import load_classifier, places_of
 from pipeline.model.folder import WEIGHTS, load_encoder, own_form
 from pipeline.model.inference import TokenList, encode
 from pipeline.model.inventory import read_dimensions, read_max_length
@@ -171,8 +171,9 @@ def run(context: StageContext) -> StageOutput | None:
         "candidates": len(holdout.candidates),
         "reused": sum(int((model.place >= 0).sum()) for model in models),
     }
-    scorecard = {**counts, **scores, "sizes": sizes, "gate": gate, "slices": slices, "drift": drift}
-    store.write_json(context.paths.scorecard, scorecard)
+    store.write_json(
+        context.paths.scorecard, {**counts, **scores, "sizes": sizes, "gate": gate, "slices": slices, "drift": drift}
+    )
     if config.report.texts:
         ranked = {
             name: (measured[model.name][config.gate.metric], vectors[place])
@@ -335,7 +336,7 @@ def models_to_measure(context: StageContext, device: Device, holdout: Holdout, r
         prepare(context, device, holdout, "new", context.paths.model),
         prepare(context, device, holdout, "parent", plan.parent.folder),
     ]
-    if published is None or published.folder == plan.parent.uri:
+    if published is None or published.folder == plan.parent.folder:
         return found
     if published.own_tokens:
         holdout = read_judged(rows, plan.config, PUBLISHED)
@@ -527,7 +528,7 @@ def classify(context: StageContext, model: MeasuredModel, texts: EncodedTexts) -
     found = np.full(len(vectors), NO_CLASS)
     for task, names in context.plan.config.train.classes.items():
         if classifier := load_classifier(model.folder, task, vectors.shape[1], normalized=model.form.normalize):
-            numbers = np.array([names.index(name) if name in names else NO_CLASS for name in classifier.classes])
+            numbers = np.array(places_of(classifier.classes, names))
             with torch.no_grad():
                 found[tasks == task] = numbers[classifier(vectors[torch.from_numpy(tasks == task)]).argmax(dim=1).numpy()]
     return np.concatenate(exchange(context, f"{model.name}-classes", found))

@@ -210,8 +210,7 @@ def search(miner: Miner, queries: Tensor, own: NDArray[np.float32], facts: pa.Ta
     for uri in miner.parts:
         path = store.local_file(uri, miner.context.scratch / f"parts-{miner.context.world.local_rank}")
         for batch in read_batches(path, ["id", "embedding", "document_hash"]):
-            vectors = torch.from_numpy(embeddings_of(batch).astype(np.float32))
-            keep_best(queries, vectors, sum(map(len, keys)), scores, places)
+            keep_best(queries, torch.from_numpy(embeddings_of(batch).astype(np.float32)), sum(map(len, keys)), scores, places)
             keys.append(id_hashes(batch["id"].to_pylist()))
             hashes.append(batch["document_hash"].to_numpy())
             miner.beat("searching the published embeddings")

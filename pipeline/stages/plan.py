@@ -240,10 +240,12 @@ def plan_reference(paths: RunPaths, inputs: RunInputs, rows: PlannedRows) -> str
     except BadData as error:
         log.warning("the reference, run %s, is of another version; no budget is kept: %s", source.run_id, error.what)
         return None
-    own, other = ((Lengths.of(config), config.classifies_only) for config in (inputs.config, plan.config))
+    own, other = (
+        (Lengths.of(config), config.classifies_only and config.train.classes) for config in (inputs.config, plan.config)
+    )
     if (inputs.tokenizer, own) != (plan.embed.tokenizer, other):
         log.warning(
-            "the reference, run %s, has other tokens, lengths or metrics; no budget is kept until another one is pinned",
+            "the reference, run %s, has other tokens, lengths, metrics or classes; no budget is kept until another one is pinned",
             source.run_id,
         )
         return None
@@ -387,7 +389,7 @@ def check_amounts(
         query_tokens=SHORTEST_TEXT,
         document_tokens=mean_tokens or SHORTEST_TEXT,
     )
-    another = inputs.published is not None and inputs.published.folder != inputs.parent.uri
+    another = inputs.published is not None and inputs.published.folder != inputs.parent.folder
     found = list(
         requirements(
             work,

@@ -19,7 +19,7 @@ from pipeline.contract import RunPaths
 from pipeline.dataset.classes import NO_CLASS, class_numbers, without_documents
 from pipeline.dataset.corpus_plan import Places, sample_documents
 from pipeline.dataset.deletions import Deletions
-from pipeline.dataset.ingested import SLICES, IngestedShard
+from pipeline.dataset.ingested import SLICES, Hashes, IngestedShard
 from pipeline.dataset.negatives import joined, negative_columns
 from pipeline.dataset.reading import in_threads
 from pipeline.dataset.row_files import CLASSES, HOLDOUT_FILES, KNOWN, PUBLISHED, Lengths, PairLengths, RowWriter
@@ -151,7 +151,9 @@ class PlannedRows:
                 table = table.filter(pa.array(_within(table, known, most)))
                 self.held.update([*classified["shard"].to_pylist(), *table["shard"].to_pylist()])
                 for kind in ("locale", "task"):
-                    self.slices |= {f"{kind}:{name}" for name in table[kind].unique().to_pylist() if name}
+                    self.slices |= {
+                        f"{kind}:{name}" for name in (table if searched else classified)[kind].unique().to_pylist() if name
+                    }
                 _add(writers, "holdout.arrow", table)
                 _add(writers, "candidates.arrow", _documents(table, documents))
                 self._beat("writing the hold-out", writer.rows["holdout.arrow"])
@@ -269,7 +271,7 @@ class PlannedRows:
                 group = selection.choose(self._source.read(first, last))
                 rows = np.stack((group.shard, group.file, group.row))
                 # Where keys are of queries or groups, documents are in both parts anyway.
-                within = held if self._config.data.holdout_by == "document" else 0
+                within = (held, self._held_keys) if self._config.data.holdout_by == "document" else (0, self._held_keys[:0])
                 for table, places in read_rows(
                     self._shards, rows, self._inputs.tokenizer, longest, negatives=negatives, held=within
                 ):
@@ -299,7 +301,7 @@ def read_rows(
     *,
     texts: bool = False,
     negatives: int = 0,
-    held: int = 0,
+    held: tuple[int, Hashes] = (0, np.empty(0, np.uint64)),
 ) -> Iterator[tuple[pa.Table, Numbers]]:
     """Yield rows of ingested shards some thousand at a time, without those that have no tokens.
 
@@ -307,7 +309,8 @@ def read_rows(
         rows: numbers of shard and file, and the row in the file: (3, rows), in this order.
         lengths: column of tokens -> the most that a text has.
         texts: whether to read the texts, too.
-        negatives, held: see `negative_columns`.
+        negatives: of a row, at most.
+        held: slices and keys, see `negative_columns`.
 
     Returns:
         Tables of facts and tokens, perhaps with `texts`; and the place of each row among the given ones.
@@ -328,7 +331,7 @@ def read_rows(
                 [mined] = (found.take(own) for found in shard.mined(file, first, last))
                 lists = [joined(each, more.combine_chunks()) for each, more in zip(lists, mined.columns, strict=True)]
             documents, length = table["document_hash"].to_numpy(), lengths["document_tokens"]
-            columns = negative_columns(lists[0], lists[1], documents, negatives, length, tokenizer, held)
+            columns = negative_columns(lists[0], lists[1], documents, negatives, length, tokenizer, *held)
             for name, column in columns.items():
                 table = table.append_column(name, column)
         if texts:

@@ -193,8 +193,9 @@ def pieces(uri: str, size: int, etag: str) -> Iterator[bytes]:
         stop = min(start + PIECE_BYTES, size)
         try:
             # One read of a whole piece takes a third of the processor's time.
-            found = s3_client().get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{stop - 1}", IfMatch=etag)
-            return bytes(found["Body"].read())
+            return bytes(
+                s3_client().get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{stop - 1}", IfMatch=etag)["Body"].read()
+            )
         except (BotoCoreError, ClientError, OSError):
             with ObjectStream(uri, start, stop, etag) as stream:
                 return stream.readall()

@@ -213,8 +213,7 @@ class FlatAdamW(torch.optim.Optimizer):
         """Put back a state, which `read` returns tensor by tensor; of a sharded one, this rank's share."""
         for bucket in self._buckets:
             for kind in MOMENTS:
-                whole = [read(parameter, kind) for parameter in bucket.parameters]
-                self.state[bucket.parameters[0]][kind] = self._share(whole)
+                self.state[bucket.parameters[0]][kind] = self._share([read(parameter, kind) for parameter in bucket.parameters])
         self._steps = int(read(self._buckets[0].parameters[0], "step"))
 
     def _bucket(self, parameters: list[nn.Parameter], decay: float) -> Bucket:

@@ -16,7 +16,7 @@ from pipeline.backends.device import Device, open_device
 from pipeline.contract import RunPaths
 from pipeline.errors import BadConfig
 from pipeline.log import log
-from pipeline.model.classifier import add_classifiers
+from pipeline.model.classifier import add_classifiers, load_classifiers
 from pipeline.model.encoder import Encoder, require_length
 from pipeline.model.folder import load_encoder
 from pipeline.plan import RunPlan
@@ -82,8 +82,13 @@ def load_state(context: StageContext, device: Device) -> TrainState:
     elif config.train.continue_optimizer and plan.parent.run:
         # Whatever plan it is of: the run has ended.
         last = newest_checkpoint(context, device, [(RunPaths(f"{context.paths.bucket_root}/runs/{plan.parent.run}"), "")])
-        if not (last and load_optimizer(encoder, optimizer, last.folder / OPTIMIZER_FILE, of_another_run=True)):
-            log.warning("run %s left no state of AdamW for all of these parameters: it starts afresh", plan.parent.run)
+        if not (
+            last
+            and {task: known.classes for task, known in load_classifiers(last.folder, encoder).items()}.items()
+            >= config.train.classes.items()
+            and load_optimizer(encoder, optimizer, last.folder / OPTIMIZER_FILE, of_another_run=True)
+        ):
+            log.warning("run %s left no state of AdamW for these parameters and classes: it starts afresh", plan.parent.run)
     return TrainState(encoder=encoder, optimizer=optimizer, source=source, checkpoint=checkpoint)
 
 

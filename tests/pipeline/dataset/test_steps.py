@@ -57,6 +57,13 @@ def test_accumulation_makes_steps_of_several_batches(tmp_path: Path) -> None:
     assert sorted(order[order != MASKED].tolist()) == list(range(64))
 
 
+def test_a_locale_may_have_a_slash(tmp_path: Path) -> None:
+    write_rows(tmp_path, DOCUMENTS, ["search"] * 64, ["zh/tw", "de"] * 32)
+    settings = {**TRAIN, "batch_by": "locale", "tasks": {"search": {"weight": 2}}}
+    counts = write_steps(tmp_path, 64, build_config({"train": settings}), 1)
+    assert counts.strata == {"search/de": 8, "search/zh/tw": 8}
+
+
 TASKS = ["search"] * 96 + ["browse"] * 24 + [None] * 8
 LOCALES = (["de"] * 2 + ["en"] * 4 + ["fr"] * 2) * 16
 

@@ -25,7 +25,7 @@ from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData, MissingInput, TrnpipeError
 from pipeline.model.classifier import add_classifiers, load_classifiers
 from pipeline.model.encoder import Encoder
-from pipeline.model.folder import WEIGHTS, load_encoder, save_folder
+from pipeline.model.folder import WEIGHTS, load_encoder, own_form, save_folder
 from pipeline.model.inventory import read_prompts
 from pipeline.model.parent import ResolvedParent, resolve_parent
 from tests.tiny import make_model
@@ -200,6 +200,19 @@ def test_one_weight_file_in_a_folder_is_found(
     torch.save(weights, folder / "older.pth")
     with pytest.raises(BadConfig, match="several weight files"):
         resolve(folder)
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_a_head_that_is_new_is_no_part_of_a_converted_parent(
+    kind: str, tmp_path: Path, encoder: Encoder, weights: dict[str, Tensor], resolve: Callable[..., ResolvedParent]
+) -> None:
+    """It begins at random, and is not what the first new model is compared with."""
+    torch.save(weights, tmp_path / "gpu.pt")
+    head = [{"out": 8, "activation": "tanh"}]
+    resolved = resolve(tmp_path / ("tiny" if kind == "folder" else "gpu.pt"), head=head, prompts={"query": "find "})
+    assert resolved.converted
+    require_same(resolved, encoder)
+    assert own_form(resolved.folder, ModelConfig.model_validate({"head": head})).head is None
 
 
 def test_head_of_our_own_state_dict(tmp_path: Path, resolve: Callable[..., ResolvedParent]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from pipeline import store
 from pipeline.contract import Stage
+from pipeline.dataset.rows import normalized_hash
 from pipeline.errors import BadConfig, BadData
 from pipeline.evaluation.reference import write_reference
 from pipeline.run.context import StageContext
@@ -132,14 +134,31 @@ def test_classes_are_learned_judged_saved_and_continued(shop: Bench) -> None:
     assert load_file(home / "model.safetensors")["linear.weight"].shape == (4, 32)
 
 
-def test_a_run_of_classes_alone_is_judged_by_its_accuracy(bench: Bench) -> None:
-    """As a model that classifies reviews: no row searches anything."""
+@pytest.fixture
+def labels(bench: Bench) -> Bench:
+    """A model that classifies reviews: no row searches anything."""
     for section, values in {**SETTINGS, "gate": {"metric": "accuracy", "max_drop": 0.2}}.items():
         bench.config[section] = bench.config.get(section, {}) | values if isinstance(values, dict) else values
-    rule = {"slice": "locale:*", "metric": "accuracy"}
-    bench.config["gate"]["guardrails"] = [rule]
     bench.shard("colors.jsonl", [{**row, "locale": "de" if len(row["id"]) % 2 else "en"} for row in classified(400)])
     bench.config["data"]["corpus"] = [bench.shard("corpus.jsonl", rows_of_corpus(), folder="corpus")]
+    return bench
+
+
+def publish(bench: Bench, run: str) -> None:
+    """Train, evaluate and publish a run; the next one has new rows and two steps."""
+    bench.stage(Stage.TRAIN, run)
+    bench.stage(Stage.EVALUATE, run)
+    bench.train(run)
+    bench.publish(run, bench.paths(run).model)
+    write_reference(bench.root, "current", run)
+    bench.config["model"] = {}
+    bench.config["train"]["steps"] = 2
+    bench.shard("more.jsonl", classified(80, seed=2))
+
+
+def test_a_run_of_classes_alone_is_judged_by_its_accuracy(labels: Bench) -> None:
+    bench = labels
+    bench.config["gate"]["guardrails"] = [{"slice": "locale:de", "metric": "accuracy"}]
     bench.start("first")
     held = bench.rows("first", "classes.arrow")
     plan = bench.plan("first")
@@ -163,6 +182,7 @@ def test_a_run_of_classes_alone_is_judged_by_its_accuracy(bench: Bench) -> None:
     bench.publish("first", bench.paths("first").model)
     write_reference(bench.root, "current", "first")
     bench.config["model"] = {}
+    bench.config["gate"]["guardrails"] = [{"slice": "locale:*", "metric": "accuracy"}]
     bench.shard("more.jsonl", classified(80, seed=2))
     bench.config["train"]["steps"] = 2
     bench.start("second")
@@ -177,6 +197,76 @@ def test_a_run_of_classes_alone_is_judged_by_its_accuracy(bench: Bench) -> None:
     assert scores["reference"]["queries"] == len(held)
     assert scores["reference"]["baseline"]["accuracy"] == first["new"]["accuracy"]
     assert "new_on_old" not in scores["drift"]
+
+
+def test_next_week_may_write_its_classes_otherwise(labels: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """In another order, case and form of Unicode: they stay the same classes."""
+    labels.start("first")
+    publish(labels, "first")
+    labels.config["train"] |= {
+        "tasks": {"color": {"classes": ["\uff27REY", "Warm", "cold "]}},
+        "learning_rate": 1e-7,
+    }
+    labels.start("second")
+    labels.stage(Stage.TRAIN, "second")
+    labels.stage(Stage.EVALUATE, "second")
+    scores = store.read_json(labels.paths("second").scorecard)
+    assert scores["baseline"]["accuracy"] > 0.8
+    assert scores["new"] == scores["baseline"]
+    # What was kept of the reference are numbers of classes, in its own order.
+    assert "reference" not in scores
+    assert "has other tokens, lengths, metrics or classes; no budget is kept" in caplog.text
+
+
+def test_the_published_model_is_measured_behind_its_own_prompts(labels: Bench) -> None:
+    labels.start("first")
+    publish(labels, "first")
+    labels.config["model"] = {"prompts": {"query": "q ", "color": "classify "}}
+    labels.start("second")
+    held = {row["query_hash"] for row in labels.rows("second", "classes.arrow")}
+    labels.stage(Stage.TRAIN, "second")
+    labels.stage(Stage.EVALUATE, "second")
+    scores = store.read_json(labels.paths("second").scorecard)
+    del labels.config["model"]["prompts"]
+    labels.start("third")
+    assert {row["query_hash"] for row in labels.rows("third", "classes.arrow")} == held
+    labels.stage(Stage.TRAIN, "third")
+    labels.stage(Stage.EVALUATE, "third")
+    assert scores["baseline"] == store.read_json(labels.paths("third").scorecard)["baseline"]
+    assert scores["baseline"]["accuracy"] > 0.8
+
+
+@pytest.mark.parametrize(
+    ("classes", "afresh"), [([*COLORS], False), (["Grey", "cold", "warm"], True), ([*COLORS, *"abcdefghijkl"], True)]
+)
+def test_adamw_goes_on_only_with_the_same_classes(
+    labels: Bench, caplog: pytest.LogCaptureFixture, classes: list[str], afresh: bool
+) -> None:
+    """Its state has a row for each class, in their order."""
+    labels.config["train"] |= {"steps": 2, "checkpoint_every": 2, "validate_every": 2}
+    labels.start("first")
+    publish(labels, "first")
+    labels.config["train"] |= {"continue_optimizer": True, "tasks": {"color": {"classes": classes}}}
+    labels.start("second")
+    labels.stage(Stage.TRAIN, "second")
+    assert ("it starts afresh" in caplog.text) == afresh
+
+
+@pytest.mark.parametrize("name", ["training", "type", "items"])
+def test_a_task_may_have_the_name_of_an_attribute_of_modules(bench: Bench, name: str) -> None:
+    for section, values in SETTINGS.items():
+        bench.config[section] = bench.config.get(section, {}) | values if isinstance(values, dict) else values
+    bench.config["train"] |= {"tasks": {name: {"classes": [*COLORS]}}, "steps": 4}
+    bench.shard("pairs.jsonl", rows(0, 60, task="search"))
+    bench.shard("colors.jsonl", classified(100, task=name))
+    bench.config["data"]["corpus"] = [bench.shard("corpus.jsonl", rows_of_corpus(), folder="corpus")]
+    bench.start("one")
+    bench.stage(Stage.TRAIN, "one")
+    bench.stage(Stage.EVALUATE, "one")
+    assert "macro-f1" in store.read_json(bench.paths("one").scorecard)["slices"][f"task:{name}"]["new"]
+    home = Path(bench.paths("one").model) / "classifiers" / name
+    # Trained, and not what a classifier begins with.
+    assert load_file(home / "model.safetensors")["linear.bias"].any()
 
 
 def evaluated_by(bench: Bench, run: str, ranks: int) -> dict[str, Any]:
@@ -270,7 +360,32 @@ def test_a_class_that_the_task_does_not_have(shop: Bench) -> None:
     uri = shop.shard("wrong.jsonl", [{"query": text, "document": name, "task": "color"} for text, name in wrong.items()])
     shop.prepare("one")
     shop.ingest("one")
-    refusal(BadData, lambda: shop.stage(Stage.PLAN, "one"), "task color: ", f"{uri}:", "stripes 2, spots 1", "warm, cold, Grey")
+    refusal(
+        BadData, lambda: shop.stage(Stage.PLAN, "one"), "task color: ", f"{uri}:", "stripes 2 (", "spots 1 (", "warm, cold, Grey"
+    )
+
+
+def test_a_class_that_is_no_more(shop: Bench) -> None:
+    """Its rows stay in the files of earlier weeks, which never change."""
+    shop.config["train"]["tasks"] = {"color": {"classes": ["warm", "Grey"]}}
+    shop.prepare("one")
+    shop.ingest("one")
+    with pytest.raises(BadData) as caught:
+        shop.stage(Stage.PLAN, "one")
+    [(name, line)] = re.findall(r"(COLD) \d+ \((hash:[0-9a-f]{16})\)", str(caught.value))
+    assert int(line.removeprefix("hash:"), 16) == normalized_hash(name)
+    store.write_bytes(f"{shop.root}/delete.txt", line.encode())
+    shop.start("two", {"data": {"delete": [f"{shop.root}/delete.txt"]}})
+    assert {row["class"] for row in shop.rows("two") if row["task"] == "color"} == {0, 1}
+
+
+def test_rows_of_a_label_of_0_may_name_any_class(shop: Bench) -> None:
+    lines = [{"query": f"zebra {n}", "document": "stripes", "task": "color", "label": 0} for n in range(200)]
+    shop.shard("judged.jsonl", lines)
+    shop.start("one")
+    zebras = {normalized_hash(line["query"]) for line in lines}
+    for name in ("train.arrow", "holdout.arrow", "classes.arrow"):
+        assert not zebras & {row["query_hash"] for row in shop.rows("one", name)}
 
 
 @pytest.mark.parametrize(
@@ -283,7 +398,9 @@ def test_a_class_that_the_task_does_not_have(shop: Bench) -> None:
         ({"train": {"tasks": {"color": {"classes": ["warm", "WARM "]}}}}, ["train.tasks.color", "a class is there twice"]),
         ({"train": {"tasks": {"color": {"classes": ["warm"]}}}}, ["at least 2"]),
         ({"gate": {"metric": "accuracy"}, "report": {"texts": True}}, ["report.texts", "leave it out"]),
-        ({"gate": {"guardrails": [{"slice": "locale:*", "metric": "accuracy"}]}}, ["locale:* has an accuracy only where"]),
+        ({"gate": {"guardrails": [{"slice": "locale:*", "metric": "accuracy"}]}}, ["the slice locale:* has no accuracy"]),
+        ({"gate": {"guardrails": [{"slice": "task:color", "max_drop": 0.1}]}}, ["the slice task:color has no ndcg@10"]),
+        ({"gate": {"guardrails": [{"slice": "task:search", "metric": "accuracy"}]}}, ["task:search has no accuracy"]),
         ({"train": {"tasks": {"color": {"class_weights": {"red": 2, "warm": 1}}}}}, ["class_weights: red is not in classes"]),
         ({"train": {"tasks": {"size": {"class_weights": {"small": 2}}}}}, ["class_weights: small is not in classes"]),
         ({"train": {"tasks": {"a/b": {"classes": ["warm", "cold"]}}}}, ["a/b"]),

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from pipeline.config import build_config
+from pipeline.contract import Stage
 from pipeline.dataset.rows import normalized_hash
-from pipeline.errors import BadConfig, MissingInput
+from pipeline.errors import BadConfig, BadData, MissingInput
 from tests.pipeline.stages.planning import Bench, held_out, refusal, rows
 
 FRACTION = 0.01
@@ -52,6 +53,29 @@ def test_a_row_of_the_files_that_comes_again_for_training_is_left_out_every_week
     assert found & hashes(rows(200, 260))
     assert found & hashes(rows(0, 110))
     assert hashes(rows(110, 140)) <= {row["document_hash"] for row in own.rows("two", "holdout.arrow")}
+
+
+@pytest.mark.parametrize("by", ["document", "query"])
+def test_their_documents_are_negatives_only_where_documents_are_not_held_out(own: Bench, by: str) -> None:
+    """What a model was trained on is held out no more."""
+    test = rows(110, 140)
+    own.config["data"]["holdout_by"] = by
+    own.config["train"] = {**own.config["train"], "negatives": 1}
+    lines = [{**row, "negatives": [test[number % 30]["document"]]} for number, row in enumerate(rows(200, 300))]
+    own.shard("with-negatives.jsonl", lines)
+    own.week("one")
+    taken = {row["negative_0_hash"] for row in own.rows("one")}
+    assert (taken & hashes(test) == set()) == (by == "document")
+    own.shard("second.jsonl", rows(300, 340))
+    own.start("two")
+    assert hashes(test) <= {row["document_hash"] for row in own.rows("two", "holdout.arrow")}
+
+
+def test_no_row_is_left_to_train_on(own: Bench) -> None:
+    own.config["data"]["holdout"] = [own.shard("train.jsonl", rows(0, 120), folder="test")]
+    own.prepare("one")
+    own.ingest("one")
+    refusal(BadData, lambda: own.stage(Stage.PLAN, "one"), "no row to train on", "data.holdout", "add rows")
 
 
 def test_what_the_published_model_was_trained_on_does_not_count(own: Bench) -> None:

@@ -15,7 +15,7 @@ from pipeline.contract import Stage
 from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig
-from pipeline.model.inventory import PROMPTS
+from pipeline.model.inventory import PROMPTS, read_prompts
 from tests.pipeline.stages.planning import Bench, refusal, rows
 from tests.tiny import sentence_transformer
 
@@ -64,6 +64,20 @@ def test_prompts_are_before_the_texts_and_in_the_models_folder(mixed: Bench) -> 
     documents = {row["id"]: row["document"] for row in rows(0, 140)}
     theirs = model.encode_document([documents[name] for name in embedded])
     np.testing.assert_allclose(np.array([*embedded.values()], np.float32), theirs, atol=2e-3)  # parts are fp16
+
+
+def test_a_task_may_have_no_prompt_where_queries_have_one(mixed: Bench, tmp_path: Path) -> None:
+    mixed.config["model"]["prompts"] = {"query": FIND, "shop": ""}
+    mixed.start("one")
+    folder = Path(mixed.inputs("one").parent.folder)
+    assert read_prompts(folder) == {"query": FIND, "document": "", "shop": ""}
+    for text, tokens in tokens_of(mixed, "one", "train.arrow", "query").items():
+        assert tokens == expected(mixed, "" if 60 <= int(text.split()[1]) < 120 else FIND, text, 12)
+    # As every later model has it.
+    again = shutil.copytree(folder, tmp_path / "again")
+    mixed.config["model"] = {"parent": str(again), "prompts": {"shop": ""}}
+    mixed.prepare("two")
+    assert mixed.inputs("two").parent.folder == str(again)
 
 
 def test_a_prompt_that_is_new_leaves_the_published_model_its_own(mixed: Bench) -> None:

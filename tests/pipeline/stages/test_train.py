@@ -465,5 +465,5 @@ def test_adamw_starts_afresh_where_the_week_before_left_nothing_of_use(
         record["files"][OPTIMIZER_FILE] = {"size": path.stat().st_size, "sha256": store.sha256(str(path))}
         manifest.write_text(json.dumps(record))
     assert all(not tensor.any() for tensor in moments_at_the_start(run).values())
-    assert "run week-01 left no state of AdamW for all of these parameters: it starts afresh" in caplog.text
+    assert "run week-01 left no state of AdamW for these parameters and classes: it starts afresh" in caplog.text
     assert train(run).metrics["pairs"] == 4 * 8
