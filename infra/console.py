@@ -32,8 +32,7 @@ class Console:
     def log(self) -> str:
         """Link to the log lines of a run's jobs: every line of the program names the run (pipeline/run/logs.py)."""
         # CloudWatch's console escapes the part after # twice, with $ instead of %.
-        pattern = f"$3FfilterPattern$3D{_escaped(chr(34))}{{}}{_escaped(chr(34))}"
-        return f"{self.job_log_group}/log-events{pattern}"
+        return f"{self.job_log_group}/log-events$3FfilterPattern$3D{_escaped(chr(34))}{{}}{_escaped(chr(34))}"
 
     @property
     def report(self) -> str:

@@ -557,7 +557,7 @@ def registry_rollback(
 
     What later runs were trained on is new again to the next one.
     """
-    chosen = [*(settings or ()), f"rollback={run}"]
+    chosen = [*(settings or ()), f"rollback={json.dumps(run)}"]
     if state is None:
         start(settings=chosen, refresh=True, watch=watch, lines=lines, stack=stack)
     else:

@@ -160,8 +160,7 @@ def reservation(subject: Subject) -> Findings:
                 remedy="extend it, or take trnpipe.capacity_reservation out and deploy",
             )
     if not wrong:
-        free = sum(one["AvailableInstanceCount"] for one in fitting)
-        yield ok("capacity reservation", f"{free} of {total} hosts free")
+        yield ok("capacity reservation", f"{sum(one['AvailableInstanceCount'] for one in fitting)} of {total} hosts free")
 
 
 def _reserved(subject: Subject, wanted: CapacityReservation) -> list[dict[str, Any]]:

@@ -138,8 +138,7 @@ class LazyDevice:
     def to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # Unsynced, every tensor would be computed by a graph of its own.
         self.sync()
-        copies = torch_xla._XLAC._xla_get_cpu_tensors([tensor.detach() for tensor in tensors.values()])
-        return dict(zip(tensors, copies, strict=True))
+        return dict(zip(tensors, torch_xla._XLAC._xla_get_cpu_tensors([each.detach() for each in tensors.values()]), strict=True))
 
     def all_reduce(self, value: Tensor) -> Tensor:
         if self.world.size == 1:

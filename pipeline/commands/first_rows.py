@@ -120,7 +120,14 @@ def check_first_rows(
         first = read_first_rows(find_shards(training, own), columns, config.data.max_bad_fraction)
         # What the gate needs later depends on the last evaluation, and on the tasks' files. Without a positive row there is
         # nothing to hold out: plan names that cause.
-        if earlier is not None and not (earlier or tasks) and first.complete and (np.asarray(first.rows["label"]) > 0).any():
+        # The keys of groups are ingest's.
+        if (
+            earlier is not None
+            and not (earlier or tasks)
+            and config.data.holdout_by != "group"
+            and first.complete
+            and (np.asarray(first.rows["label"]) > 0).any()
+        ):
             check_holdout(held_out_queries(first.rows, config.data), config.gate)
 
 

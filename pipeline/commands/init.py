@@ -164,7 +164,7 @@ def choose(data: DataFacts, model: ModelFacts, inputs: Sequence[str], corpus: Se
     """Return the settings for this data, in the form of a configuration file."""
     fraction, gate = _holdout(data)
     longest = min(LONGEST_ROW, model.longest // ROW_STEP * ROW_STEP)
-    length = min(longest, _up(np.quantile(data.documents, UNCUT), ROW_STEP))
+    length = min(longest, _up(max(np.quantile(texts, UNCUT) for texts in (data.documents, data.queries)), ROW_STEP))
     trained = data.rows * (1 - fraction)
     mean = np.minimum(data.documents, length).mean() + data.queries.mean()
     batch = next((size for size in BATCH_SIZES if trained / size >= LEAST_STEPS), BATCH_SIZES[-1])

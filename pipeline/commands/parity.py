@@ -313,7 +313,7 @@ def _training_facts(plan: RunPlan) -> dict[str, Any]:
         "train.batch_size x ranks": plan.config.train.batch_size * plan.world.ranks,
         **digests,
         **{f"plan.train.{name}": value for name, value in plan.train.model_dump(exclude={"new", "replay"}).items()},
-        **{f"plan.holdout.{name}": value for name, value in plan.holdout.model_dump().items()},
+        **{f"plan.holdout.{name}": value for name, value in plan.holdout.model_dump(exclude={"decides"}).items()},
         **{
             key: value
             for key, value in flattened(plan.config.model_dump(mode="json")).items()

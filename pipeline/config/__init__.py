@@ -431,7 +431,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
             value = read_yaml(text)
         except ValueError as error:
             raise BadConfig("the setting's value is not valid YAML", value=setting) from error
-        if isinstance(value, str):
+        if isinstance(value, str) and value == text.strip():  # not in quotes
             # YAML 1.1 reads `1e-5` as a string because it lacks a dot, and it is a common way to write a number.
             with suppress(ValueError):
                 value = float(value)

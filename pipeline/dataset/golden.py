@@ -118,8 +118,9 @@ def _judgements(uri: str) -> Iterator[tuple[str, str, float]]:
 
 def _lines(uri: str) -> Iterator[tuple[str, str]]:
     with store.open_read(uri) as stream:
-        lines = b"".join(pieces(uri, stream)).decode(errors="replace").splitlines()
-    yield from ((f"{uri}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip())
+        # Of bytes: text would be split at U+2028 and its like, which JSON has within strings.
+        lines = b"".join(pieces(uri, stream)).splitlines()
+    yield from ((f"{uri}:{number}", line.decode(errors="replace")) for number, line in enumerate(lines, start=1) if line.strip())
 
 
 def _unreadable(place: str, rule: str, error: Exception) -> BadData:

@@ -384,8 +384,7 @@ def remedies(shape: ModelShape, config: RunConfig, world: PlannedWorld, capacity
     row = config.embed.length
     smallest = {"batch_size": 1, "batch_tokens": None, "micro_batches": 1, **checkpointing}
     if not found and fits(smallest, {"tokens_per_batch": row}):
-        rest = f"train.activation_checkpointing=true and embed.tokens_per_batch={row}"
-        found.append(f"train.batch_size=1, {rest} together fit")
+        found.append(f"train.batch_size=1, train.activation_checkpointing=true and embed.tokens_per_batch={row} together fit")
     if not found and (ranks := _largest(world.ranks_per_node, lambda count: fits(ranks=count))):
         found.append(f"device.ranks_per_node={ranks} fits")
     return found

@@ -74,13 +74,15 @@ def copy_reference(
     Raises:
         MissingInput: a file is gone.
     """
-    found: dict[str, int] = {}
+    found, kept = dict[str, int](), np.empty(0, np.uint64)
     names = (CLASSES,) if classified else (*HOLDOUT_FILES, KNOWN)
     (rows / REFERENCE).mkdir()
     try:
         for name in names:
             table = read_table(store.local_file(store.join(source.rows, name), cache))
-            table = table.filter(pa.array(~unusable(table)))
+            # One of several ids of a text may be deleted: it stays where a row that is left has it.
+            table = table.filter(pa.array(~unusable(table) | np.isin(table["document_hash"].to_numpy(), kept)))
+            kept = table["document_hash"].to_numpy() if name == HOLDOUT_FILES[0] else kept[:0]
             with pa.ipc.new_file(str(rows / REFERENCE / name), table.schema) as writer:
                 writer.write_table(table)
             found[f"{REFERENCE}/{name}"] = table.num_rows

@@ -152,5 +152,4 @@ def missing_sets(bucket_root: str, plan: GraphsPlan | None, kinds: Sequence[str]
     """Return the URIs of the sets that the run needs and that are missing."""
     if plan is None:
         return []
-    uris = [set_uri(bucket_root, kind, getattr(plan, kind)) for kind in kinds]
-    return [uri for uri in uris if not store.exists(uri)]
+    return [uri for kind in kinds if not store.exists(uri := set_uri(bucket_root, kind, getattr(plan, kind)))]

@@ -80,9 +80,8 @@ def runs(stack: str, state: Path | None, limit: int) -> list[RunRow]:
         # A local run that was killed leaves its file behind.
         with suppress(EndpointGone), open_site(stack, state) as site:
             live = _executions(site, limit)
-    seen = {row.execution for row in live}
-    found = [*live, *(row for row in _stored(state) if row.execution not in seen)]
-    return sorted(found, key=lambda row: row.started, reverse=True)[:limit]
+    found = {row.execution: row for row in (*_stored(state), *live)}
+    return sorted(found.values(), key=lambda row: row.started, reverse=True)[:limit]
 
 
 def table(rows: list[RunRow]) -> Table:

@@ -148,8 +148,7 @@ class Ingester:
             tokens = [np.empty(0, np.int32) if isinstance(each, str) else each for each in found]
             offsets = pa.array(np.cumsum([0, *map(len, tokens)]), pa.int32())
             # At once in Arrow: as arrays of their own, the tokens of a file would take several times its text.
-            values = pa.array(np.concatenate(tokens), kind.value_type)
-            distinct.append(pa.ListArray.from_arrays(offsets, values, mask=missing))
+            distinct.append(pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(tokens), kind.value_type), mask=missing))
             self.beat(0, "tokenizing")
         places = encoded.indices if lists is None else with_values(lists, encoded.indices)
         return EncodedColumn(pa.concat_arrays(distinct), places)

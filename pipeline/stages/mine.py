@@ -47,7 +47,7 @@ from pipeline.dataset.tokens import cut
 from pipeline.evaluation.vectors import shortened
 from pipeline.graphs.compiled import encode_function
 from pipeline.log import log
-from pipeline.model.folder import load_encoder
+from pipeline.model.folder import load_encoder, own_form
 from pipeline.model.inference import encode
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run_inputs import InputShard, MissingShards, RunInputs
@@ -138,7 +138,7 @@ def open_miner(context: StageContext, inputs: RunInputs) -> Miner:
         context=context,
         inputs=inputs,
         device=device,
-        encode_with=encode_function(context, device, load_encoder(folder, config.model), inputs),
+        encode_with=encode_function(context, device, load_encoder(folder, own_form(folder, config.model)), inputs),
         parts=[part["uri"] for part in manifest["parts"]],
         dimension=manifest["dimension"],
     )

@@ -241,11 +241,13 @@ def plan_reference(paths: RunPaths, inputs: RunInputs, rows: PlannedRows) -> str
         log.warning("the reference, run %s, is of another version; no budget is kept: %s", source.run_id, error.what)
         return None
     own, other = (
-        (Lengths.of(config), config.classifies_only and config.train.classes) for config in (inputs.config, plan.config)
+        (Lengths.of(config), config.data.holdout_by, config.classifies_only and config.train.classes)
+        for config in (inputs.config, plan.config)
     )
     if (inputs.tokenizer, own) != (plan.embed.tokenizer, other):
         log.warning(
-            "the reference, run %s, has other tokens, lengths, metrics or classes; no budget is kept until another one is pinned",
+            "the reference, run %s, has another kind of hold-out, or other tokens, lengths or classes; no budget is kept "
+            "until another one is pinned",
             source.run_id,
         )
         return None

@@ -136,7 +136,8 @@ def last_plan(paths: RunPaths, run: str) -> RunPlan | None:
 def count_gone(context: StageContext, last: EmbedPlan, embed: EmbedPlan) -> int | None:
     """Return how many documents of an earlier corpus are gone, None if that is not known any more."""
     gone = documents_gone(context.paths.bucket_root, last.shards, embed.shards, context.scratch / "hashes")
-    return None if gone is None else gone + max(embed.removed - last.removed, 0)
+    # Ids that were deleted before are gone from files that lack their deletion by now.
+    return None if gone is None else max(gone + embed.removed - last.removed, 0)
 
 
 def check_bad_rows(

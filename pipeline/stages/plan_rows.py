@@ -233,7 +233,7 @@ class PlannedRows:
         return table
 
     def write_reference(self, source: RunPaths, deletions: Deletions) -> None:
-        """Copy the hold-out of the reference, without what is deleted and what a compared model was trained on.
+        """Copy the hold-out of the reference, without what is deleted and what a compared model, or this run, is trained on.
 
         Raises:
             MissingInput: see `copy_reference`.
@@ -244,6 +244,7 @@ class PlannedRows:
             if "key" in table.column_names and table.num_rows:
                 keys = table["key"].to_numpy()
                 found |= np.isin(keys, self._compared.keys(0, 1 + int(keys.max()) * SLICES // (1 << 64)))
+                found |= keys // np.uint64((1 << 64) // SLICES) >= holdout_slices(self._config.data.holdout_fraction)
                 found |= table["label"].to_numpy() <= 0
             return found
 

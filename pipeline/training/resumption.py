@@ -10,19 +10,20 @@ from pipeline import store
 from pipeline.config import KeyRole, ModelConfig, TrainConfig, keys_of
 from pipeline.contract import RunPaths
 from pipeline.dataset.steps import step_bins
-from pipeline.errors import BadConfig
+from pipeline.errors import BadConfig, MissingInput
 from pipeline.log import log
 from pipeline.plan import ResumedRun, RunPlan
+from pipeline.training.checkpoint import MANIFEST_FILE
 
 FREE = frozenset(keys_of(KeyRole.RESUMABLE, TrainConfig))
 """Settings of `train` that may differ: what they decide is compared by itself, or changes nothing of what is computed."""
 
 
 def resumed_run(plan: RunPlan, paths: RunPaths) -> ResumedRun | None:
-    """Return the run whose training this plan resumes, None if it names none.
+    """Return the run whose training this plan resumes, None if it names none. Where that has no checkpoint, the one it resumed.
 
     Raises:
-        MissingInput: there is no such run, or it has no plan.
+        MissingInput: there is no such run, or it has no plan or no checkpoint.
         BadConfig: its training is another one.
     """
     name = plan.config.train.resume
@@ -43,7 +44,17 @@ def resumed_run(plan: RunPlan, paths: RunPaths) -> ResumedRun | None:
     compete = [one.world.ranks * one.config.train.batch_size for one in (earlier, plan)]
     if compete[0] != compete[1]:
         log.warning("documents that compete for a query: %d until now, %d from now on", *compete)
-    return ResumedRun(run=name, fingerprint=earlier.fingerprint)
+    folder = RunPaths(f"{paths.bucket_root}/runs/{name}").checkpoints
+    if any(one.uri.endswith(MANIFEST_FILE) for one in store.list_objects(folder)):
+        return ResumedRun(run=name, fingerprint=earlier.fingerprint)
+    if earlier.train.resumed:
+        return earlier.train.resumed
+    raise MissingInput(
+        "the run that train.resume names has no checkpoint",
+        value=folder,
+        rule="train leaves one every train.checkpoint_every steps; they go after retention.resume_days",
+        remedy="leave train.resume out: training then begins with the parent",
+    )
 
 
 def _training_facts(plan: RunPlan) -> dict[str, object]:

@@ -182,11 +182,14 @@ def test_a_node_that_has_ended_is_shown_so_while_its_gang_runs(start: Start, tmp
 
 
 def test_a_gang_restarts_whole_and_numbers_its_attempts(start: Start, tmp_path: Path) -> None:
-    code = """
-        import os, sys, time
-        print("attempt", os.environ["AWS_BATCH_JOB_ATTEMPT"], "node", os.environ["AWS_BATCH_JOB_NODE_INDEX"], flush=True)
-        time.sleep(0.4)
-        sys.exit(75 if os.environ["AWS_BATCH_JOB_ATTEMPT"] == "1" else 0)
+    # The main node's exit ends the others, which may not have begun.
+    code = f"""
+        import glob, os, sys, time
+        attempt, node = os.environ["AWS_BATCH_JOB_ATTEMPT"], os.environ["AWS_BATCH_JOB_NODE_INDEX"]
+        print("attempt", attempt, "node", node, flush=True)
+        open(os.path.join({str(tmp_path)!r}, "said-" + attempt + "-" + node), "w").close()
+        while len(glob.glob(os.path.join({str(tmp_path)!r}, "said-" + attempt + "-*"))) < 2: time.sleep(0.02)
+        sys.exit(75 if attempt == "1" else 0)
     """
     runner = start(gang(code, retry=RETRY))
     job = finish(runner, "gang")

@@ -44,6 +44,16 @@ def test_a_wrong_column_is_said_once_with_the_setting_that_helps(tmp_path: Path)
     assert "pairs.jsonl:4" not in said
 
 
+def test_the_hold_out_of_groups_is_left_to_plan(tmp_path: Path) -> None:
+    """It is by keys that the rows do not show: by document, none of these is held out."""
+    lines = [{"query": f"query {number}", "document": "an answer", "group": f"{number // 4}"} for number in range(400)]
+    path = write(tmp_path / "pairs.jsonl", *lines)
+    data = {"holdout_fraction": 0.01}
+    check_first_rows(config(data={**data, "holdout_by": "group"}), [path], ())
+    with pytest.raises(BadConfig, match="too small"):
+        check_first_rows(config(data=data), [path], ())
+
+
 def test_all_rows_are_judged_as_prepare_does_and_a_part_only_when_half_of_it_is_bad(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,6 +139,12 @@ def test_lengths_hold_the_texts_and_fit_the_model(tmp_path: Path, model: ModelFa
     assert int(data.queries.max()) == 4  # the two special tokens included
 
 
+def test_queries_may_be_longer_than_documents(tmp_path: Path, model: ModelFacts) -> None:
+    lines = [{"query": f"{number} " + "word " * 100, "document": f"answer {number}"} for number in range(400)]
+    _, config = read(write(tmp_path / "pairs.jsonl", lines), model)
+    assert (config.train.query_length, config.train.length) == (104, 128)
+
+
 def test_few_rows_get_small_batches_and_more_passes(tmp_path: Path, model: ModelFacts) -> None:
     _, few = read(write(tmp_path / "few.jsonl", pairs(400)), model)
     assert (few.train.batch_size, few.train.epochs) == (32, 5)

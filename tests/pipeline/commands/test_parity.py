@@ -164,6 +164,14 @@ def test_ranks_and_device_may_differ_as_long_as_the_global_batch_is_equal(traine
     assert refusal.value.value == ["train.batch_size x ranks: 8 | 16"]
 
 
+def test_another_gate_is_no_other_training(trained: Trained) -> None:
+    plan = trained.plan("same")
+    gate = plan.config.gate.model_copy(update={"max_drop": 0.5, "undecided": "accept"})
+    holdout = plan.holdout.model_copy(update={"decides": "64 distinct queries decide about a drop of 50 %"})
+    trained.replan("same", config=plan.config.model_copy(update={"gate": gate}), holdout=holdout)
+    assert compare_runs("base", "same", state=trained.state).verdict is ParityVerdict.WITHIN
+
+
 @pytest.mark.parametrize(
     ("section", "changes", "named"),
     [

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from pipeline import store
+from pipeline import cli, store
 from pipeline.cli import app
+from pipeline.config import parse_settings
 from pipeline.contract import now
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.evaluation.reference import read_reference
@@ -192,3 +193,12 @@ def test_what_cannot_be_pinned_or_shown(state: Path) -> None:
     store.write_bytes(f"{state}/bucket/registry/current.reference.json", b"[]")
     with pytest.raises(BadData):
         trnpipe("show", *given)
+
+
+@pytest.mark.parametrize("run", ["week-01", "2026-11-29", "20261129", "1e5"])
+def test_a_rollback_takes_any_id_of_a_run(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that YAML reads as a date or a number."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(cli, "local", lambda **settings: given.update(settings))
+    trnpipe("rollback", run, "--state", "state")
+    assert parse_settings(given["settings"]) == {"rollback": run}

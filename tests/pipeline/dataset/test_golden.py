@@ -72,6 +72,15 @@ def test_the_files_are_those_of_a_holdout(tmp_path: Path, tokenizer: TextTokeniz
     assert (max(map(len, own.queries)), max(map(len, own.candidates))) == (3, 5)
 
 
+def test_texts_may_have_what_python_calls_the_end_of_a_line(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    """As JSON has them that is not escaped."""
+    text = "ba\u2028ra\u2029ke\x85se"
+    corpus = [json.dumps({"_id": "d1", "text": text}, ensure_ascii=False), *CORPUS[1:]]
+    write_golden(tmp_path / "rows", golden(tmp_path, corpus=corpus), {"": (tokenizer, LENGTHS)})
+    [first, *_] = read_holdout(tmp_path / "rows").candidates
+    assert first.tolist() == tokenizer.encode([text], 24)[0].tolist()
+
+
 @pytest.mark.parametrize(
     ("qrels", "words"),
     [

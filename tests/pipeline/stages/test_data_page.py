@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,16 @@ def test_what_is_gone_is_counted(bench: Bench, folder: Path) -> None:
     profile = bench.plan("two").profile
     assert profile is not None
     assert (profile.documents, profile.documents_gone) == (2, 1)
+    # One file in place of all deltas: what they had deleted before is not gone again, and d3 is.
+    bench.week("two")
+    shutil.rmtree(folder / "deltas")
+    (folder / "deltas").mkdir()
+    (folder / "deltas/2026-11-29.jsonl").write_text('{"id": "d1", "text": "Rain boots made of recycled rubber"}\n')
+    bench.shard("week-3.jsonl", rows(150, 200))
+    bench.start("three")
+    profile = bench.plan("three").profile
+    assert profile is not None
+    assert (profile.documents, profile.documents_gone) == (1, 1)
 
 
 def test_deleting(bench: Bench, folder: Path) -> None:

@@ -119,6 +119,16 @@ def test_mined_negatives_are_those_of_a_search_written_out(bench: Bench) -> None
     assert StageResult.from_json(store.read_bytes(bench.paths("two").result(Stage.MINE))).fingerprint == ""
 
 
+@pytest.mark.parametrize("size", [16, 32])
+def test_a_head_that_is_new_is_not_what_is_mined_with(bench: Bench, size: int) -> None:
+    """The published vectors have none. Their size is 32."""
+    bench.config["model"] = {"head": [{"out": size}]}
+    assert bench.prepare("two").metrics["mine_children"] == 1
+    bench.ingest("two")
+    bench.stage(Stage.MINE, "two")
+    assert mined(bench) == wanted(bench)
+
+
 def test_training_rows_have_them_behind_their_own(bench: Bench) -> None:
     own = items(90, 130)
     own[3]["negatives"] = ["a lamp of its own"]

@@ -31,6 +31,7 @@ from pipeline.evaluation.query_values import QueryValues
 from pipeline.evaluation.reference import write_reference
 from pipeline.plan import ExpectedCost, ResumedRun, RunPlan
 from pipeline.stages import plan as plan_stage
+from pipeline.training.checkpoint import MANIFEST_FILE
 from tests.pipeline.stages.planning import Bench, held_out, refusal, rows
 from tests.tiny import make_model
 
@@ -198,6 +199,7 @@ def test_steps_of_one_task_and_locale(bench: Bench) -> None:
 def test_training_of_another_run_is_gone_on_with_on_fewer_nodes(bench: Bench) -> None:
     bench.shard("a.jsonl", rows(0, 200))
     bench.start("first")
+    store.write_json(f"{bench.paths('first').checkpoint(4)}/{MANIFEST_FILE}", {})
     bench.start("second", {"nodes": 1, "train": {"resume": "first", "batch_size": 8, "micro_batches": 2}})
     first, second = bench.plan("first"), bench.plan("second")
     assert (first.world.ranks, second.world.ranks) == (4, 2)
@@ -994,8 +996,31 @@ def test_the_reference_is_copied_without_what_must_not_be_used(bench: Bench) -> 
     bench.week("three", {"data": {"holdout_fraction": 0.1}})
     bench.shard("d.jsonl", rows(400, 500))
     bench.start("four")
-    left = {row["id"] for row in bench.rows("four", "reference/holdout.arrow")}
-    assert left == {row["id"] for row in rows(0, 200) if held_out(row, 0.1)}
+    for run in ("three", "four"):
+        left = {row["id"] for row in bench.rows(run, "reference/holdout.arrow")}
+        assert left == {row["id"] for row in rows(0, 200) if held_out(row, 0.1)}
+
+
+def test_a_deleted_id_leaves_the_reference_the_text_of_another_one(bench: Bench) -> None:
+    twins = [{"id": f"twin{row['id']}", "query": f"twin {row['query']}", "document": row["document"]} for row in rows(0, 200)]
+    bench.shard("a.jsonl", [*rows(0, 200), *twins])
+    bench.week("one")
+    write_reference(bench.root, "current", "one")
+    QueryValues(((1, None),), {"ndcg@10": np.array([0.5])}).write(Path(bench.paths("one").query_values))
+    # Of the twins, a candidate has the id of either.
+    held, candidates = ({row["id"] for row in bench.rows("one", name)} for name in ("holdout.arrow", "candidates.arrow"))
+    chosen = sorted(held & candidates)
+    deleted = store.join(bench.root, "deleted.txt")
+    store.write_bytes(deleted, "\n".join(chosen).encode())
+    bench.shard("b.jsonl", rows(200, 300))
+    bench.start("two", {"data": {"delete": [deleted]}})
+    left, there = (bench.rows("two", f"reference/{name}") for name in ("holdout.arrow", "candidates.arrow"))
+    assert {row["id"] for row in left} == held - {*chosen}
+    assert left
+    assert {row["document_hash"] for row in left} <= {row["document_hash"] for row in there}
+    distractors = candidates - held
+    assert {row["id"] for row in there} == candidates
+    assert distractors
 
 
 def test_a_reference_that_cannot_be_compared_with(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
@@ -1007,8 +1032,10 @@ def test_a_reference_that_cannot_be_compared_with(bench: Bench, caplog: pytest.L
     bench.shard("c.jsonl", rows(300, 400))
     refusal(MissingInput, lambda: bench.start("gone"), "files of the reference are gone", "one", "pin another run")
     QueryValues(((1, None),), {"ndcg@10": np.array([0.5])}).write(Path(bench.paths("one").query_values))
+    bench.start("by", {"data": {"holdout_by": "query"}})
+    assert bench.plan("by").reference is None
     assert bench.week("other", {"train": {"query_length": 10}}).reference is None
-    assert "has other tokens, lengths or metrics" in caplog.text
+    assert caplog.text.count("has another kind of hold-out, or other tokens, lengths or classes") == 2
     store.write_bytes(bench.paths("one").plan, b'{"run": "of another version"}')
     bench.shard("d.jsonl", rows(400, 500))
     bench.start("old")

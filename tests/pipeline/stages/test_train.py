@@ -392,6 +392,18 @@ def test_a_training_that_is_another_one_is_not_gone_on_with(
     assert said in str(caught.value)
 
 
+def test_a_run_without_a_checkpoint_hands_on_the_one_that_it_resumed(training_run: PlanTraining) -> None:
+    left = training_run(run="left", steps=24)
+    on = training_run(run="on", steps=24, resume="left")
+    with pytest.raises(MissingInput, match="has no checkpoint") as caught:
+        resumed_run(on.plan, on.paths)
+    assert "leave train.resume out" in str(caught.value)
+    first = ResumedRun(run="first", fingerprint="of its plan")
+    left.plan = left.plan.model_copy(update={"train": left.plan.train.model_copy(update={"resumed": first})})
+    store.write_bytes(left.paths.plan, left.plan.to_json())
+    assert resumed_run(on.plan, on.paths) == first
+
+
 def test_a_run_that_is_not_there_cannot_be_gone_on_with(training_run: PlanTraining) -> None:
     on = training_run(run="on", steps=24, resume="left")
     with pytest.raises(MissingInput, match="left/plan"):
