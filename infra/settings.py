@@ -578,13 +578,13 @@ class Settings(SettingsSection):
         settings' configurations.
 
         Args:
-            shards: training data, corpus and golden sets too.
+            shards: training data, corpus, lists of what is deleted and golden sets too.
             model: the initial model too.
         """
         named = list(self.read)
         for config in self.run_configs().values():
             golden = [uri for each in config.evaluate.sets for uri in each.uris]
-            named += [*config.data.training_uris, *config.data.corpus, *golden] if shards else []
+            named += [*config.data.training_uris, *config.data.corpus, *config.data.delete, *golden] if shards else []
             named += [uri for uri in (config.model.initial, config.model.base) if uri] if model else []
         found = []
         for path in [uri.removeprefix("s3://") for uri in named if is_s3(uri)]:

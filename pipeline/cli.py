@@ -531,7 +531,8 @@ def config_check(
 
     config = build_config(load_config_file(file), parse_settings(settings or []))
     if bucket:
-        AllowedUris(own=bucket.rstrip("/"), read=tuple(readable or ())).check(config.uris())
+        own, *others = (f"{bucket.rstrip('/')}/{folder}" for folder in ("data", "runs", "graphs"))
+        AllowedUris(own=own, read=(*others, *(readable or ()))).check(config.uris())
     if read:
         from pipeline.commands.first_rows import check_first_rows
 
@@ -548,6 +549,9 @@ def registry_rollback(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting of the refresh; repeat for more.")
     ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="YAML or JSON file with part of the configuration: the data, with --state.")
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Show the refresh until it ends, and end with its exit code.")] = False,
     lines: LinesOption = False,
     stack: StackOption = DEFAULT_STACK,
@@ -559,9 +563,9 @@ def registry_rollback(
     """
     chosen = [*(settings or ()), f"rollback={json.dumps(run)}"]
     if state is None:
-        start(settings=chosen, refresh=True, watch=watch, lines=lines, stack=stack)
+        start(config, settings=chosen, refresh=True, watch=watch, lines=lines, stack=stack)
     else:
-        local(settings=chosen, refresh=True, state=state, plain=lines)
+        local(settings=chosen, config=config, refresh=True, state=state, plain=lines)
 
 
 def main() -> NoReturn:

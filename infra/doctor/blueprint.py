@@ -114,8 +114,9 @@ class Blueprint:
         subnets = self.resources("AWS::EC2::Subnet")
         launch = {}
         if "LaunchTemplate" in compute:
-            templates = self.resources("AWS::EC2::LaunchTemplate")
-            launch = templates[compute["LaunchTemplate"]["LaunchTemplateId"]["Ref"]]["LaunchTemplateData"]
+            launch = self.resources("AWS::EC2::LaunchTemplate")[compute["LaunchTemplate"]["LaunchTemplateId"]["Ref"]][
+                "LaunchTemplateData"
+            ]
         return Fleet(
             name=logical_id,
             market=compute["Type"],

@@ -114,8 +114,11 @@ class BatchRunner:
         with self._lock:
             if "arrayJobId" in request:
                 parent = self._jobs.get(request["arrayJobId"])
-                children = parent.children if parent else []
-                return {"jobSummaryList": [one.summary() for one in children if one.status == request["jobStatus"]]}
+                return {
+                    "jobSummaryList": [
+                        one.summary() for one in (parent.children if parent else []) if one.status == request["jobStatus"]
+                    ]
+                }
             queue = named(self._queues, request["jobQueue"], "job queue")
             found = [job for job in reversed(self.jobs()) if job.queue is queue]
         match request.get("filters"):

@@ -179,13 +179,28 @@ class LocalRequest:
                 value=f"--demo {demo_size} and {'--input' if inputs else 'data.train'}",
                 remedy="leave one of them out",
             )
+        if corpus and config.data.corpus_mode != "files":
+            raise BadConfig(
+                "--corpus gives files, whatever their folders are",
+                value=f"data.corpus_mode = {config.data.corpus_mode}",
+                rule="snapshots and deltas have their order by their names, and are read where they are",
+                remedy=f"--set data.corpus=[{', '.join(map(str, corpus))}] in place of --corpus",
+            )
         training, model = tuple(find_inputs(inputs)), None
         kept = config.mode == "refresh" and not config.data.training_uris and (state / "bucket" / INPUT).is_dir()
+        shows_demo = not training and not config.data.training_uris and not kept
         if run is None:
             # Those that jobs read where they are, which prepare would refuse as well.
             local = [uri for uri in (*config.data.training_uris, *config.data.corpus) if not is_s3(uri)]
             list(find_inputs([Path(uri.removeprefix(FILE)) for uri in local]))
             published = config.registry is not None and Path(registry_uri(str(state / "bucket"), config.registry)).is_file()
+            if shows_demo and published and not (state / "bucket" / DEMO).is_dir():
+                raise BadConfig(
+                    "no data is named, and what is published in this state folder is not the demo's",
+                    value=state,
+                    rule="without data a local run is the demo, whose documents would take the place of yours",
+                    remedy="name them with --config, --set data.train=[FILE] or --input; or another folder with --state",
+                )
             model = config.model.parent or (None if published else config.model.initial or str(demo.initial_folder()))
         return cls(
             state=state,
@@ -194,7 +209,7 @@ class LocalRequest:
             training=training,
             corpus=tuple(find_inputs(corpus)),
             kept=kept,
-            demo=not training and not config.data.training_uris and not kept,
+            demo=shows_demo,
             model=model,
             demo_size=demo_size,
         )

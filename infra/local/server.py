@@ -301,8 +301,10 @@ class _Application:
 
     def _keep_lock_items(self) -> None:
         with self._lock_items:
-            items = self._dynamodb.scan(TableName=self._stack.table["TableName"])["Items"]
-            write_atomically(self._lock_file, json.dumps(items, indent=1).encode())
+            write_atomically(
+                self._lock_file,
+                json.dumps(self._dynamodb.scan(TableName=self._stack.table["TableName"])["Items"], indent=1).encode(),
+            )
 
 
 def _json_response(answer: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -211,8 +211,9 @@ def write_cache(folder: Path, published: PublishedEmbeddings) -> None:
                     if embeddings.shape[1] != published.dimension:
                         raise _mismatch(uri)
                     matrix.write(embeddings.astype("<f4").tobytes())
-                    columns = [pa.array(ids, pa.string()), pa.array(locales, pa.string())]
-                    documents.write_batch(pa.record_batch(columns, schema=schema))
+                    documents.write_batch(
+                        pa.record_batch([pa.array(each, pa.string()) for each in (ids, locales)], schema=schema)
+                    )
                 if found != rows:
                     raise _mismatch(uri)
                 if store.is_s3(uri):

@@ -149,8 +149,9 @@ def show(table: Table, best: Row, console: Console, *, objective: str, tolerance
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
     if as_json:
-        record = {**table.record(), "table": table.uri, "best": asdict(best), "config": section}
-        sys.stdout.write(json.dumps(record, indent=1) + "\n")
+        sys.stdout.write(
+            json.dumps({**table.record(), "table": table.uri, "best": asdict(best), "config": section}, indent=1) + "\n"
+        )
         return
     console.print(grid(table, tolerance, best))
     console.print(f"table: {table.uri}", soft_wrap=True, highlight=False)

@@ -6,6 +6,7 @@ import difflib
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cache
 from typing import Any
 
@@ -103,7 +104,7 @@ def filled(parts: Sequence[tuple[str, str]], record: Mapping[str, Any]) -> str |
     """
     values = [record.get(field) for _, field in parts if field]
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, (str, int, float, type(None))):
+        if isinstance(value, bool) or not isinstance(value, (str, int, float, Decimal, type(None))):
             raise TypeError(str(value))
     if not any(str(value).strip() for value in values if value is not None):
         return None

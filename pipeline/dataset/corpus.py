@@ -148,7 +148,6 @@ def _tokens(cut: Cut, file: File, begin: int, taken: NDArray[np.bool_]) -> list[
     found: list[pa.ListArray] = []
     done = 0
     for table in shard.tokens(number, begin, begin + len(taken)):
-        tokens = table[DOCUMENT_TOKENS].filter(pa.array(taken[done : done + table.num_rows]))
-        found += map(cut, tokens.chunks)
+        found += map(cut, table[DOCUMENT_TOKENS].filter(pa.array(taken[done : done + table.num_rows])).chunks)
         done += table.num_rows
     return found

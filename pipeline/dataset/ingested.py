@@ -127,8 +127,7 @@ def token_schema(kind: str, vocabulary: int) -> pa.Schema:
 
 def mined_schema(vocabulary: int) -> pa.Schema:
     """Return the schema of mined negatives: of each row their token ids, the hardest first, and the hashes of their texts."""
-    texts = token_schema(PAIRS, vocabulary).field("negative_tokens")
-    return pa.schema([texts, FACTS[PAIRS].field("negative_hashes")])
+    return pa.schema([token_schema(PAIRS, vocabulary).field("negative_tokens"), FACTS[PAIRS].field("negative_hashes")])
 
 
 def with_values(lists: pa.ListArray, values: pa.Array) -> pa.ListArray:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -265,8 +265,10 @@ def _csv_header(uri: str, path: str) -> list[str]:
 
 def _csv_records(uri: str, path: str, columns: Columns) -> Iterator[Records]:
     """Yield the rows in the file's order, numbered from 1 after the row of names: values as bytes, empty ones null."""
-    present = set(file_columns(uri, path))
+    present = file_columns(uri, path)
     wanted = [name for name in columns.wanted if name in present]
+    # A row with a value too many, behind the last one: where it does not come, it is within quotes.
+    end = (delimiter(uri) or ",") * len(present)
     # Rows with another number of values than there are columns.
     invalid: list[arrow_csv.InvalidRow] = []
     line = 0
@@ -277,7 +279,7 @@ def _csv_records(uri: str, path: str, columns: Columns) -> Iterator[Records]:
 
     with store.open_read(path or uri) as stream, arrow_errors(uri):
         reader = arrow_csv.open_csv(
-            pa.PythonFile(io.BufferedReader(Unpacked(pieces(uri, stream))), "r"),
+            pa.PythonFile(io.BufferedReader(Unpacked(chain(pieces(uri, stream), [f"\n{end}\n".encode()]))), "r"),
             # Rows have numbers only where one thread parses them.
             read_options=arrow_csv.ReadOptions(use_threads=False, block_size=MAX_ROW_BYTES),
             parse_options=arrow_csv.ParseOptions(delimiter=delimiter(uri), newlines_in_values=True, invalid_row_handler=skip),
@@ -297,7 +299,9 @@ def _csv_records(uri: str, path: str, columns: Columns) -> Iterator[Records]:
             passed = sum(row.number <= line for row in invalid)
             yield _arrow_records(uri, lines, batch, _invalid_rows(uri, invalid[:passed]), number=columns.names.get("label", ""))
             del invalid[:passed]
-        yield Records(np.empty(0, np.int64), {}, _invalid_rows(uri, invalid), lambda _: {})
+        if not invalid or invalid[-1].text != end:
+            raise damaged(uri, "a quote is not closed")
+        yield Records(np.empty(0, np.int64), {}, _invalid_rows(uri, invalid[:-1]), lambda _: {})
 
 
 def _invalid_rows(uri: str, rows: Sequence[arrow_csv.InvalidRow]) -> list[tuple[int, BadRow]]:

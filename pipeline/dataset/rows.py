@@ -11,6 +11,7 @@ import string
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from decimal import Decimal
 from functools import partial
 from hashlib import sha256
 from itertools import pairwise
@@ -288,7 +289,12 @@ def _written(value: Any, column: str) -> str:
 
 def _labels(column: Column) -> Checked:
     values = _array(column)
-    if not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type) or pa.types.is_null(values.type)):
+    if not (
+        pa.types.is_integer(values.type)
+        or pa.types.is_floating(values.type)
+        or pa.types.is_decimal(values.type)
+        or pa.types.is_null(values.type)
+    ):
         raise TypeError
     labels = np.asarray(values.cast(pa.float64()).fill_null(1.0))
     return pa.array(np.clip(labels, -LARGEST, LARGEST).astype(np.float32)), np.isfinite(labels)
@@ -297,9 +303,11 @@ def _labels(column: Column) -> Checked:
 def _label(value: Any, column: str) -> float:
     if value is None:
         return 1.0
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    is_number = (
+        isinstance(value, (int, float, Decimal)) and not isinstance(value, bool) and abs(cast(float, value)) <= sys.float_info.max
+    )
     _require(is_number, f"{column!r} is not a number")
-    return float(max(-LARGEST, min(value, LARGEST)))
+    return max(-LARGEST, min(float(value), LARGEST))
 
 
 def _lists(column: Column) -> Checked:

@@ -106,8 +106,8 @@ class RunEnding:
 
 def judge(files: RunFiles, started: datetime) -> RunEnding:
     """Return how an execution ended that no service knows any more: a local run that is over."""
-    if run_files.read_result(files, Stage.PUBLISH) is not None:
-        refused = read_metrics(files, Stage.PUBLISH).get("refused")
+    if (publish := read_metrics(files, Stage.PUBLISH)) and not publish.get("again"):
+        refused = publish.get("refused")
         return RunEnding(status="FAILED", error=GATE_REFUSED, cause=str(refused)) if refused else RunEnding(status="SUCCEEDED")
     for stage in reversed([stage for stage in Stage if stage is not Stage.REPORT]):
         if failure := read_failure(files, stage, started):
@@ -130,7 +130,7 @@ def print_outcome(console: Console, execution: Mapping[str, Any], tracker: Track
     for name, value in [*_numbers(metrics, tracker), *_locations(tracker.files, metrics[Stage.REPORT], published)]:
         say(console, f"{name:<10}  {value}")
     if execution.get("error") == GATE_REFUSED:
-        console.print("refused: nothing was published, the published model stays", style="bold yellow")
+        console.print("refused: the published model stays", style="bold yellow")
 
 
 def print_failure(console: Console, execution: Mapping[str, Any], tracker: Tracker, started: datetime, logs: Logs) -> None:

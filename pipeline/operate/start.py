@@ -82,9 +82,9 @@ def start(site: Site, given: Mapping[str, Any], name: str | None = None) -> Exec
                 rule=f"nodes is one of {', '.join(map(str, sorted(deployment.allowed_nodes)))}",
                 remedy="choose one of them, or add it to allowed_nodes and deploy",
             )
-        AllowedUris(own=f"s3://{site.machine.bucket}", read=deployment.read, local_paths=deployment.local_paths).check(
-            config.uris()
-        )
+        # What the roles of jobs may read (infra/stacks).
+        own, *others = (f"s3://{site.machine.bucket}/{folder}" for folder in ("data", "runs", "graphs"))
+        AllowedUris(own=own, read=(*others, *deployment.read), local_paths=deployment.local_paths).check(config.uris())
     elif site.files(config.run).read(IN_FOLDER.input) is None:
         raise MissingInput(
             "there is no such run to resume",

@@ -333,8 +333,7 @@ def tokenize_again(worker: Ingester, shard: InputShard) -> None:
             for place, side in enumerate(SIDES if shard.kind == PAIRS else ("document",)):
                 texts = texts.append_column(side, pc.list_element(texts["texts"], place))
             encoded = [worker.encode(texts, name) for name in TOKENS[shard.kind]]
-            rows = pa.array(np.arange(file.rows))
-            made.write_tokens([column.take(rows) for column in encoded], worker.tokenizer.vocabulary)
+            made.write_tokens([column.take(pa.array(np.arange(file.rows))) for column in encoded], worker.tokenizer.vocabulary)
             worker.beat(file.rows, "tokenizing")
         made.publish_tokens(context, worker.tokenizer.vocabulary)
     log.info("%s: %d %s tokenized again", shard.uri, ingested.profile.rows, shard.kind)

@@ -69,7 +69,9 @@ def kept_inputs(paths: RunPaths, request: RunInput) -> RunInputs | None:
     inputs = RunInputs.from_json(store.read_bytes(paths.inputs))
     planned = inputs.config.model_dump(mode="json")
     asked = build_config(planned, request.execution).model_dump(mode="json")
-    given = {key: value for key, value in request.execution.items() if key not in NOT_PLANNED}
+    # A refresh takes these sections from the run of the model.
+    free = NOT_PLANNED | ({"model", "train", "embed"} if inputs.config.mode == "refresh" else set())
+    given = {key: value for key, value in request.execution.items() if key not in free}
     if contradictions := list(_contradictions(planned, asked, given)):
         raise BadConfig(
             "the execution's input contradicts the plan of the run that it resumes",
@@ -99,7 +101,7 @@ def _contradictions(
         before, after = planned.get(key), asked.get(key)
         if isinstance(value, Mapping) and value and isinstance(after, Mapping):
             yield from _contradictions(before or {}, after, value, f"{prefix}{key}.")
-        elif before != after:
+        elif after not in (before, "auto"):
             yield f"{prefix}{key}: the plan has {json.dumps(before)}, the input {json.dumps(after)}"
 
 

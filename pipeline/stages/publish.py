@@ -399,8 +399,7 @@ def move_pointer(context: StageContext, embedding: EmbedModel, model: Artifact, 
 
     content = change_pointer(paths.bucket_root, registry, change)
     kind = ("rollback" if plan.config.rollback else "model") if new_model else "refresh"
-    record = {**(content or {}), "kind": kind, "documents": documents, **figures(context)}
-    keep_publication(paths.bucket_root, registry, record)
+    keep_publication(paths.bucket_root, registry, {**(content or {}), "kind": kind, "documents": documents, **figures(context)})
     log.info("publish: %s now points at %s, embedded by %s", uri, embedding.run, plan.run)
     return uri
 

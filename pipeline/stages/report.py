@@ -143,11 +143,11 @@ class RunRecord:
     @property
     def verdict(self) -> RunVerdict:
         """How the run ended, by the records of its stages. A published model counts, whatever failed on the way."""
-        gate = _gate(self)
-        if refused := self.metrics(Stage.PUBLISH).get("refused"):
-            return RunVerdict(kind="refused", headline="Refused", reason=str(refused), stage=Stage.EVALUATE)
-        if Stage.PUBLISH in self.results:
-            if self.results[Stage.PUBLISH].metrics.get("published"):
+        gate, publish = _gate(self), self.metrics(Stage.PUBLISH)
+        if publish and not publish.get("again"):
+            if publish.get("refused"):
+                return RunVerdict(kind="refused", headline="Refused", reason=str(publish["refused"]), stage=Stage.EVALUATE)
+            if publish.get("published"):
                 return RunVerdict(kind="published", headline="Published", reason=str(gate.get("reason", "")).strip())
             return RunVerdict(kind="finished", headline="Finished", reason="The run publishes nowhere (registry: null).")
         if self.failures:

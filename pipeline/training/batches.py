@@ -195,8 +195,9 @@ class TrainingBatches:
             self._facts[step] = self._count(rows)
             task, weights = self._classified(rows), (rows != MASKED).astype(np.float64)
             if task and (by_class := self._train.tasks[task].class_weights):
-                factors = [by_class.get(name, 1.0) for name in self._train.classes[task]]
-                weights *= np.array(factors)[self._class[np.maximum(rows, 0)]]
+                weights *= np.array([by_class.get(name, 1.0) for name in self._train.classes[task]])[
+                    self._class[np.maximum(rows, 0)]
+                ]
             # Each query weighs the same in its step, but for its class, in whichever of the step's batches it is.
             weights *= self._world.size / weights.sum()
             for share, own in zip(*(np.split(each, self._train.accumulation) for each in (rows, weights)), strict=True):

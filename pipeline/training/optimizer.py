@@ -224,8 +224,7 @@ class FlatAdamW(torch.optim.Optimizer):
         # From the host: made on a device that compiles, they would be constants of the graph.
         zeros = self._device.from_host({"padding": first.new_zeros(missing, device="cpu")} if missing else {})
         bucket = Bucket(parameters, decay, list(zeros.values()))
-        share = (elements + missing) // self._shares
-        self.state[first] = {kind: first.detach().new_zeros(share) for kind in MOMENTS}
+        self.state[first] = {kind: first.detach().new_zeros((elements + missing) // self._shares) for kind in MOMENTS}
         if self.sharded:
             weights = self._device.to_host({str(number): parameter for number, parameter in enumerate(parameters)})
             self.state[first]["weights"] = self._share(weights.values())

@@ -419,17 +419,18 @@ def test_only_locations_that_the_configuration_reads_are_granted() -> None:
             "data": {
                 "train": ["s3://pairs/a/", "/local"],
                 "corpus": ["s3://texts"],
+                "delete": ["s3://privacy/lists/"],
                 "tasks": {"stars": {"train": ["s3://reviews/b/"]}},
             },
             "model": {"initial": "s3://models/bert", "base": "s3://models/base/"},
         },
     )
-    listed, data = ("more/x", "more/x/*"), ("pairs/a/*", "reviews/b/*", "texts/*")
+    listed, data = ("more/x", "more/x/*"), ("pairs/a/*", "reviews/b/*", "texts/*", "privacy/lists/*")
     model = ("models/bert", "models/bert/*", "models/base/*")
     assert found.readable_objects(shards=True, model=True) == (*listed, *data, *model)
     assert found.readable_objects(shards=True, model=False) == (*listed, *data)
     assert found.readable_objects(shards=False, model=True) == (*listed, *model)
-    named = ("s3://pairs/a/", "s3://texts", "s3://models/bert", "s3://models/base/", "s3://reviews/b/")
+    named = ("s3://pairs/a/", "s3://texts", "s3://privacy/lists/", "s3://models/bert", "s3://models/base/", "s3://reviews/b/")
     assert found.readable() == ("s3://more/x", *named)
 
 

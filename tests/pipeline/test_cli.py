@@ -113,9 +113,20 @@ def test_check_says_what_a_configurations_uris_need(tmp_path: Path) -> None:
     assert "model.parent" in refused.stderr
     assert "data.train" not in refused.stderr
     allowed = trnpipe(
-        "config", "check", str(file), "--set", "model.parent=s3://ours/x", "--bucket", "s3://ours", "--readable", "s3://lake"
+        "config",
+        "check",
+        str(file),
+        "--set",
+        "model.parent=s3://ours/runs/x/model",
+        "--bucket",
+        "s3://ours",
+        "--readable",
+        "s3://lake",
     )
     assert (allowed.returncode, allowed.stderr) == (0, "")
+    # No job's role may read it.
+    elsewhere = trnpipe("config", "check", str(file), "--set", "model.parent=s3://ours/x", "--bucket", "s3://ours")
+    assert "'s3://ours/x' is outside of these folders" in elsewhere.stderr
 
 
 @pytest.mark.parametrize("name", ["../x", "run\n"], ids=ascii)

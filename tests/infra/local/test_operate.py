@@ -97,6 +97,9 @@ def test_start_checks_first_then_watches_to_the_end_and_runs_lists_it(machine: S
     file.write_text("train: {epochs: 2}\nshare: weekly\n")
     refused = trnpipe("start", file, "--set", "nodes=7", state=local.state)
     assert (refused.returncode, "nodes is one of 1, 2" in refused.stderr) == (64, True), refused.stderr
+    unreadable = trnpipe("start", "--set", f"data.train=[s3://{local.stack.bucket}/pairs/]", state=local.state)
+    assert unreadable.returncode == 64
+    assert "outside of these folders" in unreadable.stderr
     contradicts = trnpipe("start", "--refresh", "--set", "model.parent=s3://bucket/model", state=local.state)
     assert (contradicts.returncode, "mode = refresh uses the published model" in contradicts.stderr) == (64, True)
     assert local.client.list_executions(stateMachineArn=local.stack.state_machine_arn)["executions"] == []
@@ -137,7 +140,7 @@ def test_a_refused_and_a_failed_run_end_with_their_codes_and_reasons(machine: St
     refused = trnpipe("start", "--name", "worse", "--watch", state=local.state)
     assert refused.returncode == 67
     assert "gate: refused: it fell" in refused.stdout
-    assert "nothing was published" in refused.stdout
+    assert "refused: the published model stays" in refused.stdout
     os.environ["TRNPIPE_TEST_SCRIPT"] = json.dumps({"train": {"exit": [75, 65]}})
     failed = trnpipe("start", "--name", "bad", "--watch", state=local.state)
     assert failed.returncode == 65

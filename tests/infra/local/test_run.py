@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from infra.local import demo
-from infra.local.run import DEPLOYMENT_CONFIG, LocalRequest, run_local
+from infra.local.run import DEMO, DEPLOYMENT_CONFIG, LocalRequest, run_local
 from infra.local.state_folder import LAYOUT
 from infra.local.template import read_stack
 from pipeline.config import build_config
@@ -130,7 +130,7 @@ def test_the_gate_s_refusal_is_67_and_shows_the_numbers(
     text = capsys.readouterr().out
     assert "gate: refused: it fell" in text
     assert "-0.1000" in text
-    assert "nothing was published" in text
+    assert "refused: the published model stays" in text
 
 
 def test_a_failure_ends_with_the_stage_s_code_its_words_and_its_log(
@@ -185,6 +185,28 @@ def test_the_published_model_is_the_next_parent(state: Path, shard: Path, monkey
     (state / "layout.txt").write_text(LAYOUT)
     assert run(state, monkeypatch, inputs=(shard,)) == 0
     assert "model" not in execution_input(state)
+
+
+def test_the_demo_does_not_take_the_place_of_what_is_published(state: Path, shard: Path) -> None:
+    registry = state / "bucket/registry/current.json"
+    registry.parent.mkdir(parents=True)
+    registry.write_text("{}")
+    (state / "layout.txt").write_text(LAYOUT)
+    for refresh in (False, True):
+        with pytest.raises(BadConfig, match="no data is named") as caught:
+            LocalRequest.of(state, refresh=refresh)
+        assert "--config" in str(caught.value)
+        assert not LocalRequest.of(state, refresh=refresh, settings=(f"data.train=[{shard}]",)).demo
+    (state / "bucket" / DEMO).mkdir(parents=True)
+    assert LocalRequest.of(state, refresh=True).demo
+
+
+@pytest.mark.parametrize("mode", ["snapshots", "deltas"])
+def test_files_of_a_corpus_have_no_order(state: Path, shard: Path, mode: str) -> None:
+    """Those of folders have, which --corpus does not keep."""
+    with pytest.raises(BadConfig, match="--corpus gives files") as caught:
+        LocalRequest.of(state, inputs=(shard,), corpus=(shard.parent,), settings=(f"data.corpus_mode={mode}",))
+    assert f"--set data.corpus=[{shard.parent}]" in str(caught.value)
 
 
 def test_the_demos_model_is_the_initial_one(state: Path, shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -317,6 +318,40 @@ def test_a_cut_off_file_is_refused(name: str, keep: float, tmp_path: Path) -> No
         list(read_training_rows(str(path), {}))
     assert str(path) in str(caught.value)
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize("name", ["s.csv", "s.tsv", "s.csv.gz", "s.tsv.zst"])
+@pytest.mark.parametrize("column", ["query", "document"])
+@pytest.mark.parametrize("final", ["", "\n"])
+def test_a_quote_that_is_not_closed_is_refused(name: str, column: str, final: str, tmp_path: Path) -> None:
+    """Up to the end of the file, all would be one value."""
+    pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(Path(name).suffix, bytes)
+    comma, path = "\t" if ".tsv" in name else ",", tmp_path / name
+    lines = [{"query": f"query {number}", "document": f"document {number}"} for number in range(500)]
+
+    def write() -> None:
+        path.write_bytes(
+            pack(("\n".join(["query" + comma + "document", *map(comma.join, map(dict.values, lines))]) + final).encode())
+        )
+
+    write()
+    assert [row.document for row in read_training_rows(str(path), {})] == [row["document"] for row in lines]  # type: ignore[union-attr]
+    lines[2][column] = f'"{lines[2][column]}'
+    write()
+    with pytest.raises(BadData, match="a quote is not closed"):
+        list(read_training_rows(str(path), {}))
+
+
+def test_decimals_in_parquet_are_numbers(tmp_path: Path) -> None:
+    """As Spark writes prices."""
+    path = tmp_path / "s.parquet"
+    prices = pa.array([Decimal("1.50"), Decimal("0.00")], pa.decimal128(12, 2))
+    pq.write_table(pa.table({"query": ["a b", "c d"], "name": ["shoe", "boot"], "price": prices, "label": prices}), path)
+    found = list(read_training_rows(str(path), {"document": "{name}. {price}"}))
+    assert [(row.document, row.label) for row in found if not isinstance(row, BadRow)] == [
+        ("shoe. 1.50", 1.5),
+        ("boot. 0.00", 0.0),
+    ]
 
 
 @pytest.mark.parametrize("name", ["s.jsonl.gz", "s.jsonl.zst", "s.parquet"])

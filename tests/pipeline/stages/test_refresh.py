@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import pytest
 
 from pipeline import store
 from pipeline.commands.search import open_search
-from pipeline.contract import Stage
-from pipeline.errors import MissingInput, Superseded
+from pipeline.contract import Stage, StageFailure, now
+from pipeline.errors import BadConfig, MissingInput, Superseded
+from pipeline.operate.outcome import judge as ended
+from pipeline.operate.run_files import LocalFiles
 from pipeline.run.registry import change_pointer, publications, read_pointer
 from pipeline.stages import publish
+from pipeline.stages.report import read_run
 from tests.pipeline.stages.planning import Bench, refusal, rows
 
 REFRESH = {"mode": "refresh"}
@@ -139,6 +143,35 @@ def test_a_refresh_embeds_what_changed_and_equals_a_whole_embedding(bench: Bench
     batched = embedded_whole(bench, "batched")
     rounding = 1e-6 if precision == "fp32" else max(2**-9, *(np.abs(full[name] - batched[name]).max() for name in full))
     assert max(np.abs(full[name] - after[name]).max() for name in full) <= rounding
+
+
+def test_what_a_run_takes_from_another_is_no_contradiction(bench: Bench) -> None:
+    """prepare comes again after the gate, in every retry, and where a run resumes."""
+    week(bench, "one")
+    bench.request("daily", {**REFRESH, "train": {"epochs": 7}, "embed": {"length": 31}, "model": {"pooling": "cls"}})
+    for _ in range(2):
+        bench.stage(Stage.PREPARE, "daily")
+    bench.shard("week-2.jsonl", rows(100, 160))
+    # As the configuration is printed.
+    bench.request("two", {"train": {"shard_optimizer": "auto"}})
+    for _ in range(2):
+        bench.stage(Stage.PREPARE, "two")
+    bench.request("two", {"train": {"shard_optimizer": "auto", "epochs": 7}})
+    refusal(BadConfig, lambda: bench.stage(Stage.PREPARE, "two"), "train.epochs: the plan has 1, the input 7")
+
+
+def test_a_failure_of_the_second_round_is_the_runs_end(bench: Bench) -> None:
+    judge(bench, "one")
+    embed(bench, "one")
+    documents(bench, "late", range(200, 210))
+    assert end(bench, "one")["again"] is True
+    paths = bench.paths("one")
+    failure = StageFailure(stage="ingest", run="one", exit_code=65, what="an input file is damaged", time=now())
+    store.write_bytes(paths.failure(Stage.INGEST), failure.to_json())
+    verdict = read_run(paths).verdict
+    assert (verdict.kind, verdict.stage, verdict.reason) == ("failed", Stage.INGEST, "an input file is damaged")
+    ending = ended(LocalFiles(Path(paths.root)), datetime(2020, 1, 1, tzinfo=timezone.utc))
+    assert (ending.status, ending.stage) == ("FAILED", Stage.INGEST)
 
 
 def embedded_whole(bench: Bench, run: str) -> dict[str, Any]:
