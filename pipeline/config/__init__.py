@@ -205,7 +205,7 @@ class RunConfig(Section):
             f"the slice {rule.slice} has no {rule.metric}"
             for rule in self.gate.guardrails
             if rule.slice != "task:*"
-            and (rule.metric == "accuracy") != (rule.slice.removeprefix("task:") in self.train.classes)
+            and (rule.metric in ("accuracy", "macro-f1")) != (rule.slice.removeprefix("task:") in self.train.classes)
             and (rule.slice.startswith("task:") or not self.classifies_only)
         ]
         refuse_if(

@@ -488,10 +488,10 @@ class Guardrail(Section):
         description="`locale:NAME`, `task:NAME`, `golden:NAME`, with `*` for all of them; `fresh`: queries of the newest week; "
         "`mixed`: new queries against the published documents; `drift`: how close documents stay to their vectors."
     )
-    metric: MetricName | ClassMetricName | DriftName = Field(
+    metric: MetricName | ClassMetricName | Literal["macro-f1"] | DriftName = Field(
         "ndcg@10",
-        description="Metric of the slice; `accuracy` of a task with classes, of a locale or the newest week where "
-        "gate.metric is it, too; of `drift` the mean `cosine`, or `overlap@10`: of neighbours that stay.",
+        description="Metric of the slice; `accuracy` or `macro-f1` of a task with classes, `accuracy` of a locale or the "
+        "newest week where gate.metric is it, too; of `drift` the mean `cosine`, or `overlap@10`: of neighbours that stay.",
     )
     max_drop: Drop = Field(
         0.02, description="Absolute; a larger drop refuses the model if it is surely larger. Of `drift` the distance from 1."
@@ -501,7 +501,7 @@ class Guardrail(Section):
     def _metric_of_slice(self) -> Guardrail:
         known = get_args(DriftName if self.slice == "drift" else MetricName)
         if self.slice == "fresh" or self.slice.startswith(("task:", "locale:")):
-            known += get_args(ClassMetricName)
+            known += get_args(ClassMetricName) + (("macro-f1",) if self.slice.startswith("task:") else ())
         refuse_if(self.metric not in known, f"metric = {self.metric}: the slice {self.slice} has {', '.join(known)}")
         return self
 

@@ -7,8 +7,9 @@ Queries whose documents were held out together are not independent of each other
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -49,25 +50,34 @@ class Units(NamedTuple):
         return Units(numbers[self.query[own]], np.unique(self.unit[own], return_inverse=True)[1])
 
 
+def resampled(statistics: Callable[[Values], Values], units: Units, *, samples: int, seed: int) -> Values:
+    """Return statistics of each resample of the units, with replacement: (samples, statistics).
+
+    Args:
+        statistics: of weighted queries, (queries,) -> (statistics,). A query weighs as often as its units were drawn on average;
+            all of a few units may have been drawn without a query.
+    """
+    rng, count = np.random.default_rng(seed), int(units.unit.max()) + 1
+    shares, found = 1 / np.bincount(units.query), []
+    for _ in range(samples):
+        drawn = np.bincount(rng.integers(0, count, size=count), minlength=count)
+        found.append(statistics(np.bincount(units.query, drawn[units.unit]) * shares))
+    return np.stack(found)
+
+
+def weighted_means(values: Values, weights: Values) -> Values:
+    """Return the means of values, (queries, metrics), whose queries have weights: (metrics,)."""
+    return cast(Values, weights @ values / max(weights.sum(), 1e-300))
+
+
 def resampled_means(differences: Values, units: Units, *, samples: int, seed: int) -> Values:
     """Return the mean difference in each resample of the units, with replacement: (samples, metrics).
-
-    A query weighs as often as its units were drawn on average.
 
     Args:
         differences: new - baseline, shape (queries, metrics). Paired: both models saw the same query, so the spread among
             queries, which is far larger than the difference, cancels out.
     """
-    rng = np.random.default_rng(seed)
-    count, queries = int(units.unit.max()) + 1, len(differences)
-    shares = 1 / np.bincount(units.query, minlength=queries)
-    means = np.empty((samples, differences.shape[1]))
-    for sample in range(samples):
-        drawn = np.bincount(rng.integers(0, count, size=count), minlength=count)
-        weights = np.bincount(units.query, drawn[units.unit], minlength=queries) * shares
-        # All of a few units may have been drawn without a query.
-        means[sample] = weights @ differences / max(weights.sum(), 1e-300)
-    return means
+    return resampled(partial(weighted_means, differences), units, samples=samples, seed=seed)
 
 
 def bootstrap(differences: Values, units: Units | None = None, *, samples: int, seed: int) -> tuple[Values, Values]:

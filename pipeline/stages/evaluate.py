@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from pipeline.evaluation.reference import REFERENCE, VALUES
 from pipeline.evaluation.retrieval import Block, retrieve
 from pipeline.evaluation.retrieval_metrics import METRICS
 from pipeline.evaluation.reuse import published_vectors
-from pipeline.evaluation.statistics import CONFIDENCE, Integers, Units, Values, resampled_means
+from pipeline.evaluation.statistics import CONFIDENCE, Integers, Units, Values, resampled, weighted_means
 from pipeline.evaluation.vectors import Vectors, kept_vectors, shortened, write_vectors
 from pipeline.graphs.compiled import encode_function, known_graphs
 from pipeline.graphs.graph_watch import GraphWatch
@@ -236,7 +237,7 @@ def compare_classes(
         encoded: model -> its vectors of the texts, where nothing else is measured.
 
     Returns:
-        `task:NAME` -> what `compare` returns, with the macro F1 among both models' means. Without `baseline` and `difference`
+        `task:NAME` -> what `compare` returns, of accuracy and macro F1. Without `baseline` and `difference`
         where the baseline has no classifier for the task.
     """
     config = context.plan.config
@@ -258,9 +259,14 @@ def compare_classes(
             log.warning("task %s: no row of it is held out, so nothing is known of its classifier", task)
             continue
         baseline, new = ({ACCURACY: (own == true).astype(np.float64)} for own in predicted)
-        scores[f"task:{task}"] = compared = compare(baseline, new, exam.units, chosen, config)
-        for name, classes in zip(("baseline", "new"), predicted, strict=True):
-            compared[name][MACRO_F1] = macro_f1(classes[chosen], true[chosen])
+        scores[f"task:{task}"] = compared = compare(
+            baseline,
+            new,
+            exam.units,
+            chosen,
+            config,
+            {MACRO_F1: [partial(macro_f1, own[chosen], true[chosen]) for own in predicted]},
+        )
         if (predicted[0][chosen] == NO_CLASS).all():
             del compared["baseline"], compared["difference"]
     return scores
@@ -539,8 +545,19 @@ def means(values: PerQuery) -> dict[str, float]:
     return {metric: float(own.mean()) for metric, own in values.items()}
 
 
-def compare(baseline: PerQuery, new: PerQuery, units: Units, chosen: NDArray[np.bool_], config: RunConfig) -> dict[str, Any]:
+def compare(
+    baseline: PerQuery,
+    new: PerQuery,
+    units: Units,
+    chosen: NDArray[np.bool_],
+    config: RunConfig,
+    others: Mapping[str, Sequence[Callable[[Values], float]]] = {},
+) -> dict[str, Any]:
     """Compare two models on some of the queries.
+
+    Args:
+        others: metrics that are no means over queries -> of the baseline and the new model, what gives it for the weights of
+            these queries.
 
     Returns:
         `{queries, units, baseline: {metric: mean}, new: {metric: mean}, difference: {metric: {value, error, low, high, at_least,
@@ -550,18 +567,23 @@ def compare(baseline: PerQuery, new: PerQuery, units: Units, chosen: NDArray[np.
     baseline, new = ({metric: values[chosen] for metric, values in model.items()} for model in (baseline, new))
     own = units.within(chosen)
     differences = np.stack([new[metric] - baseline[metric] for metric in baseline], axis=1)
-    drawn = resampled_means(differences, own, samples=config.evaluate.bootstrap_samples, seed=config.seed)
-    tail = 1 - CONFIDENCE
+
+    def changes(weights: Values) -> Values:
+        found = (after(weights) - before(weights) for before, after in others.values())
+        return np.append(weighted_means(differences, weights), [*found])
+
+    drawn = resampled(changes, own, samples=config.evaluate.bootstrap_samples, seed=config.seed)
+    alike, tail = np.ones(len(differences)), 1 - CONFIDENCE
     bounds = np.quantile(drawn, [tail / 2, 1 - tail / 2, tail, 1 - tail], axis=0).T.tolist()
-    errors, values = drawn.std(axis=0).tolist(), differences.mean(axis=0).tolist()
+    errors, values = drawn.std(axis=0).tolist(), changes(alike).tolist()
     return {
         "queries": len(differences),
         "units": int(own.unit.max()) + 1,
-        "baseline": means(baseline),
-        "new": means(new),
+        "baseline": means(baseline) | {metric: before(alike) for metric, (before, _) in others.items()},
+        "new": means(new) | {metric: after(alike) for metric, (_, after) in others.items()},
         "difference": {
             metric: {"value": value, "error": error, **dict(zip(BOUNDS, each, strict=True))}
-            for metric, value, error, each in zip(baseline, values, errors, bounds, strict=True)
+            for metric, value, error, each in zip((*baseline, *others), values, errors, bounds, strict=True)
         },
     }
 

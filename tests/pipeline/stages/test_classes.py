@@ -119,6 +119,7 @@ def test_classes_are_learned_judged_saved_and_continued(shop: Bench) -> None:
     shop.config["model"] = {}
     shop.config["train"]["tasks"] = {"color": {"classes": ["Grey", "bright", "warm", "cold"]}}
     shop.config["train"]["steps"] = 2
+    shop.config["gate"]["guardrails"] = [{"slice": "task:*", "metric": name} for name in ("accuracy", "macro-f1")]
     shop.shard("more.jsonl", [*rows(150, 200, task="search"), *classified(60, seed=2)])
     shop.start("second")
     shop.stage(Stage.TRAIN, "second")
@@ -126,9 +127,14 @@ def test_classes_are_learned_judged_saved_and_continued(shop: Bench) -> None:
     slices = store.read_json(shop.paths("second").scorecard)["slices"]
     assert slices["task:color"]["baseline"]["accuracy"] > 0.8
     assert slices["task:color"]["new"]["accuracy"] > 0.8
-    assert set(slices["task:color"]["difference"]) == {"accuracy"}
+    changes = slices["task:color"]["difference"]
+    assert set(changes) == {"accuracy", "macro-f1"}
+    values = [slices["task:color"][model]["macro-f1"] for model in ("new", "baseline")]
+    assert changes["macro-f1"]["value"] == pytest.approx(values[0] - values[1], abs=1e-12)
+    assert changes["macro-f1"]["low"] <= changes["macro-f1"]["value"] <= changes["macro-f1"]["high"]
     gate = store.read_json(shop.paths("second").scorecard)["gate"]
-    assert ("task:color", "accuracy") in {(rule["slice"], rule["metric"]) for rule in gate["guardrails"]}
+    judged = {(rule["slice"], rule["metric"]) for rule in gate["guardrails"]}
+    assert judged == {("task:color", "accuracy"), ("task:color", "macro-f1")}
     home = Path(shop.paths("second").model) / "classifiers" / "color"
     assert json.loads((home / "classes.json").read_text()) == ["Grey", "bright", "warm", "cold"]
     assert load_file(home / "model.safetensors")["linear.weight"].shape == (4, 32)
@@ -401,6 +407,8 @@ def test_rows_of_a_label_of_0_may_name_any_class(shop: Bench) -> None:
         ({"gate": {"guardrails": [{"slice": "locale:*", "metric": "accuracy"}]}}, ["the slice locale:* has no accuracy"]),
         ({"gate": {"guardrails": [{"slice": "task:color", "max_drop": 0.1}]}}, ["the slice task:color has no ndcg@10"]),
         ({"gate": {"guardrails": [{"slice": "task:search", "metric": "accuracy"}]}}, ["task:search has no accuracy"]),
+        ({"gate": {"guardrails": [{"slice": "task:search", "metric": "macro-f1"}]}}, ["task:search has no macro-f1"]),
+        ({"gate": {"guardrails": [{"slice": "fresh", "metric": "macro-f1"}]}}, ["the slice fresh has ndcg@10"]),
         ({"train": {"tasks": {"color": {"class_weights": {"red": 2, "warm": 1}}}}}, ["class_weights: red is not in classes"]),
         ({"train": {"tasks": {"size": {"class_weights": {"small": 2}}}}}, ["class_weights: small is not in classes"]),
         ({"train": {"tasks": {"a/b": {"classes": ["warm", "cold"]}}}}, ["a/b"]),
