@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
 from itertools import islice, pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -235,7 +236,7 @@ def _label(record: Record, column: str) -> float:
     if value is None:
         return 1.0
     try:
-        label = math.nan if isinstance(value, bool) or not isinstance(value, (int, float)) else float(value)
+        label = math.nan if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)) else float(value)
     except OverflowError:
         label = math.inf
     if not math.isfinite(label):
