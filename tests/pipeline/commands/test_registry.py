@@ -200,5 +200,6 @@ def test_a_rollback_takes_any_id_of_a_run(run: str, monkeypatch: pytest.MonkeyPa
     """Also one that YAML reads as a date or a number."""
     given: dict[str, Any] = {}
     monkeypatch.setattr(cli, "local", lambda **settings: given.update(settings))
-    trnpipe("rollback", run, "--state", "state")
+    trnpipe("rollback", run, "--state", "state", "--config", "run.yaml")
     assert parse_settings(given["settings"]) == {"rollback": run}
+    assert (given["state"], given["config"], given["refresh"]) == (Path("state"), Path("run.yaml"), True)
