@@ -101,9 +101,12 @@ def service_roles(subject: Subject) -> Findings:
     markets = {fleet.market for fleet in subject.blueprint.fleets()}
     for needed_by, name, service, tell, what, rule in ROLES:
         if markets.intersection(needed_by):
-            remedy = f"aws iam create-service-linked-role --aws-service-name {service}"
             found = subject.seek(("NoSuchEntity",), "iam", "GetRole", RoleName=name)
-            yield ok("service-linked role", name) if found is not None else tell(what, value=name, rule=rule, remedy=remedy)
+            yield (
+                ok("service-linked role", name)
+                if found is not None
+                else tell(what, value=name, rule=rule, remedy=f"aws iam create-service-linked-role --aws-service-name {service}")
+            )
 
 
 @check("Account", "cloudformation:DescribeStacks", "ecr:DescribeRepositories", "logs:DescribeLogGroups")

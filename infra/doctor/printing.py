@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -26,11 +25,10 @@ def exit_code(findings: Sequence[DoctorFinding]) -> ExitCode:
 
 def as_json(findings: Sequence[DoctorFinding]) -> str:
     """One object: the findings, how many there are of each level, and the exit code."""
-    count = Counter(finding.level for finding in findings)
     return json.dumps(
         {
             "findings": [asdict(finding) for finding in findings],
-            "count": {level: count[level] for level in STYLES},
+            "count": {level: sum(finding.level == level for finding in findings) for level in STYLES},
             "exit_code": int(exit_code(findings)),
         },
         indent=2,
@@ -48,8 +46,12 @@ def show(findings: Sequence[DoctorFinding], console: Console) -> None:
             if finding.area == area:
                 table.add_row(Text(finding.level, STYLES[finding.level]), _cell(finding))
     console.print(table)
-    count = Counter(finding.level for finding in findings)
-    console.print(Text("\n" + ", ".join(f"{count[level]} {level}" for level in reversed(STYLES)), style="bold"))
+    console.print(
+        Text(
+            "\n" + ", ".join(f"{sum(finding.level == level for finding in findings)} {level}" for level in reversed(STYLES)),
+            style="bold",
+        )
+    )
 
 
 def _cell(finding: DoctorFinding) -> Group | Text:

@@ -153,8 +153,8 @@ class LocalRequest:
             "model.parent": parent,
             "mode": "refresh" if refresh else None,
         }
-        named = nested({key: value for key, value in flags.items() if value is not None})
-        under = named if run is None else merge(_earlier_input(state, run), {"run": run})
+        named = {key: value for key, value in flags.items() if value is not None}
+        under = nested(named) if run is None else merge(_earlier_input(state, run), {"run": run})
         given = _absolute(merge(merge(from_file, under), over))
         config = build_config(DEPLOYMENT_CONFIG, given)
         if config.device.kind in ONE_NODE_KINDS and "nodes" not in given and run is None:

@@ -186,8 +186,8 @@ def synth_sources() -> list[Path]:
     home = Path(infra.__file__).parent
     folders = (home, home / "constructs", home / "workflow", Path(str(config.__file__)).parent)
     sources = [path for folder in folders for path in folder.glob("*.py")]
-    shared = (aws_console, contract, cost, errors, allowed_uris, packing)
-    return sorted([*sources, *ENVIRONMENTS.glob("*.yaml"), *(Path(str(module.__file__)) for module in shared)])
+    sources += [Path(str(module.__file__)) for module in (aws_console, contract, cost, errors, allowed_uris, packing)]
+    return sorted([*sources, *ENVIRONMENTS.glob("*.yaml")])
 
 
 def _synth_fingerprint(context: Mapping[str, Any]) -> str:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 from aws_cdk import Stack
@@ -386,8 +385,8 @@ class Watches(Construct):
         for name, schedule in settings.schedules.items():
             # Without a start no success is due.
             if schedule.enabled and schedule.every_days is not None:
-                waits = timedelta(minutes=schedule.lock_wait_minutes + schedule.flexible_minutes)
-                patience = int((configs[f"schedules.{name}.config"].time_budget + waits).total_seconds())
+                seconds = configs[f"schedules.{name}.config"].time_budget.total_seconds()
+                patience = int(seconds) + 60 * (schedule.lock_wait_minutes + schedule.flexible_minutes)
                 self._watch(
                     f"week-{name}",
                     ("SUCCEEDED",),

@@ -159,7 +159,7 @@ class RunConfig(Section):
     @property
     def classifies_only(self) -> bool:
         """Whether every row has a task with classes, so that nothing is searched: the classified texts are the hold-out."""
-        return self.gate.metric == "accuracy"
+        return self.gate.metric in ("accuracy", "macro-f1")
 
     def adds_up(self, kind: str) -> bool:
         """Return whether several backward passes of a step add up their gradients there."""
@@ -179,11 +179,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _query_fits(self) -> RunConfig:
-        for key, longest in (("train.length", self.train.length), ("embed.length", self.embed.length)):
-            refuse_if(
-                self.train.query_length > longest,
-                f"train.query_length {self.train.query_length} is longer than {key}, {longest}",
-            )
+        own = {f"tasks.{name}.query_length": task.query_length or 0 for name, task in self.train.tasks.items()}
+        for key, length in ({"query_length": self.train.query_length} | own).items():
+            for other, longest in (("train.length", self.train.length), ("embed.length", self.embed.length)):
+                refuse_if(length > longest, f"train.{key} {length} is longer than {other}, {longest}")
         return self
 
     @model_validator(mode="after")
@@ -199,7 +198,7 @@ class RunConfig(Section):
         )
         refuse_if(
             self.classifies_only and not self.train.classes,
-            "gate.metric = accuracy is that of classified texts: name their classes in train.tasks",
+            f"gate.metric = {self.gate.metric} is that of classified texts: name their classes in train.tasks",
         )
         wrong = [
             f"the slice {rule.slice} has no {rule.metric}"
@@ -211,11 +210,11 @@ class RunConfig(Section):
         refuse_if(
             wrong,
             f"gate.guardrails: {', '.join(wrong)}: accuracy is the metric of tasks with classes, and of "
-            "locales and the newest week where it is gate.metric, too",
+            "locales and the newest week where texts with classes are all that is judged (gate.metric)",
         )
         refuse_if(
             self.classifies_only and self.report.texts,
-            "report.texts shows which documents queries find, and with gate.metric = accuracy there are none: leave it out",
+            f"report.texts shows what queries find, and with gate.metric = {self.gate.metric} there are none: leave it out",
         )
         return self
 

@@ -491,7 +491,7 @@ class Guardrail(Section):
     metric: MetricName | ClassMetricName | Literal["macro-f1"] | DriftName = Field(
         "ndcg@10",
         description="Metric of the slice; `accuracy` or `macro-f1` of a task with classes, `accuracy` of a locale or the "
-        "newest week where gate.metric is it, too; of `drift` the mean `cosine`, or `overlap@10`: of neighbours that stay.",
+        "newest week where gate.metric is one of these; of `drift` the mean `cosine`, or `overlap@10`: of neighbours that stay.",
     )
     max_drop: Drop = Field(
         0.02, description="Absolute; a larger drop refuses the model if it is surely larger. Of `drift` the distance from 1."
@@ -509,9 +509,10 @@ class Guardrail(Section):
 class GateConfig(Section):
     """When a model may be published, against the published model, else the parent."""
 
-    metric: MetricName | ClassMetricName = Field(
+    metric: MetricName | ClassMetricName | Literal["macro-f1"] = Field(
         "ndcg@10",
-        description="Metric that decides. `accuracy`: of held-out texts; every row then has a task with classes.",
+        description="Metric that decides. `accuracy` or `macro-f1`: of held-out texts; every row then has a task with classes. "
+        "macro-f1, the mean F1 of all tasks' classes, is no mean over texts: `total_drop` and curves are about accuracy then.",
     )
     max_drop: Drop = Field(0.005, description="The drop that the new model must not have, absolute: 0.005 = 0.5 %.")
     undecided: Literal["refuse", "accept"] = Field(
@@ -531,6 +532,11 @@ class GateConfig(Section):
         ),
         description="Slices that must not become surely worse; those of under 100 documents are not judged.",
     )
+
+    @property
+    def metric_of_each(self) -> MetricName | ClassMetricName:
+        """The metric that each query or text has a value of: accuracy where macro F1 decides."""
+        return "accuracy" if self.metric == "macro-f1" else self.metric
 
 
 class EmbedConfig(Section):

@@ -24,6 +24,9 @@ class TaskConfig(Section):
         "mean.",
     )
     weight: PositiveFloat = Field(1.0, description="Factor of the number of its steps.")
+    query_length: Annotated[int | None, Field(ge=4)] = Field(
+        None, description="Tokens at which its queries, or the texts that are classified, are cut. None: as `train.query_length`."
+    )
 
     @model_validator(mode="after")
     def _each_class_once(self) -> TaskConfig:

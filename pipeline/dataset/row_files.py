@@ -36,24 +36,39 @@ PUBLISHED = "published"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Maximum numbers of tokens."""
+    """Maximum numbers of tokens: of queries, also those of tasks that have their own, of documents to train on, and of those that
+    are searched."""
 
     query: int
     document: int
     candidate: int
+    queries_of: dict[str, int]
 
     @classmethod
     def of(cls, config: RunConfig) -> Lengths:
         """Return those of a run."""
-        return cls(query=config.train.query_length, document=config.train.length, candidate=config.embed.length)
+        return cls(
+            query=config.train.query_length,
+            document=config.train.length,
+            candidate=config.embed.length,
+            queries_of={name: task.query_length for name, task in config.train.tasks.items() if task.query_length},
+        )
 
-    def of_columns(self, names: Sequence[str]) -> dict[str, int]:
-        """Return those of columns of tokens of the hold-out."""
-        return {name: self.query if name == "query_tokens" else self.candidate for name in names}
+    def of_column(self, name: str, rows: pa.Table) -> int | NDArray[np.int64]:
+        """Return that of a column of tokens of the hold-out; or those of each row, (rows,), where tasks have their own."""
+        if name != "query_tokens" or not self.queries_of:
+            return self.query if name == "query_tokens" else self.candidate
+        own = (np.asarray(pc.fill_null(pc.equal(rows["task"], task), False)) for task in self.queries_of)
+        return np.select([*own], [*self.queries_of.values()], self.query)
 
     def within(self, longest: int) -> Lengths:
         """Return those of a model for texts of at most `longest` tokens."""
-        return replace(self, query=min(self.query, longest), candidate=min(self.candidate, longest))
+        return replace(
+            self,
+            query=min(self.query, longest),
+            candidate=min(self.candidate, longest),
+            queries_of={task: min(length, longest) for task, length in self.queries_of.items()},
+        )
 
 
 def row_schemas(tokens: pa.DataType, negatives: int = 0) -> dict[str, pa.Schema]:

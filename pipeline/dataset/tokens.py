@@ -179,8 +179,12 @@ class TextTokenizer:
         return [tokens if len(tokens) else "the tokenizer returns no token" for tokens in encoded]
 
 
-def cut(tokens: pa.ListArray, length: int, plan: TokenizerPlan) -> pa.ListArray:
-    """Return token ids that were stored long as the tokenizer would have cut them: at most `length`, special ones included."""
+def cut(tokens: pa.ListArray, length: int | npt.NDArray[np.int64], plan: TokenizerPlan) -> pa.ListArray:
+    """Return token ids that were stored long as the tokenizer would have cut them.
+
+    Args:
+        length: of a text at most, special tokens included; or of each, (texts,).
+    """
     lengths = pc.fill_null(pc.list_value_length(tokens), 0).to_numpy()
     over = np.maximum(lengths.astype(np.int64) - length, 0)
     if not over.any():

@@ -93,8 +93,8 @@ def judge_model(scores: Mapping[str, Any], gate: GateConfig, published: Publishe
     reasons = [f"{gate.metric} {change}, from {baseline:.5f} ({against}) to {new:.5f}; {least}; {-gate.max_drop:g} is allowed"]
     if within and within["verdict"] == "refused":
         reasons.append(
-            f"against the reference it changed by {within['difference']:+.5f}, at {within['bound']} {within['decisive']:+.5f}; "
-            f"{-gate.total_drop:g} is allowed in all weeks together"
+            f"against the reference {within['metric']} changed by {within['difference']:+.5f}, at {within['bound']} "
+            f"{within['decisive']:+.5f}; {-gate.total_drop:g} is allowed in all weeks together"
         )
     reasons += [
         f"{rule['metric']} of {rule['slice']} fell by {-rule['difference']:.5f}, surely by more than {rule['allowed']:g}"
@@ -122,10 +122,11 @@ def judge_reference(scores: Mapping[str, Any] | None, gate: GateConfig) -> dict[
     """Return the verdict on the sum of all weeks' drops: the primary rule, against the reference; None without one."""
     if scores is None:
         return None
-    difference = scores["difference"][gate.metric]
+    difference = scores["difference"][gate.metric_of_each]
     bound = "least" if gate.undecided == "refuse" else "most"
     decisive = difference[f"at_{bound}"]
     return {
+        "metric": gate.metric_of_each,
         "verdict": "passed" if decisive >= -gate.total_drop - ROUNDING else "refused",
         "difference": difference["value"],
         "bound": bound,

@@ -290,8 +290,10 @@ def packed_rows(token_lists: Sequence[TokenList], batch: EncodeBatch) -> Batch:
         tokens[start:stop] = values
         segments[start:stop] = number
         positions[start:stop] = counted[: len(values)]
-    names = ("tokens", "segments", "positions")
-    return {name: torch.from_numpy(row.reshape(batch.slots, batch.length)) for name, row in zip(names, filled, strict=True)}
+    return {
+        name: torch.from_numpy(row.reshape(batch.slots, batch.length))
+        for name, row in zip(("tokens", "segments", "positions"), filled, strict=True)
+    }
 
 
 def _batches(

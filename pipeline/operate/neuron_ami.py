@@ -107,5 +107,4 @@ def copy_ami(site: Site, image_id: str, parameter: str) -> str:
                 remedy="the same command continues to wait; deregister a copy that failed first",
             ) from error
     given: dict[str, Any] = {"Name": parameter, "Value": copy, "Type": "String", "DataType": "aws:ec2:image", "Overwrite": True}
-    version = site.ask(parameter, "ssm", "put_parameter", **given)["Version"]
-    return f"ssm:{parameter}:{version}"
+    return f"ssm:{parameter}:{site.ask(parameter, 'ssm', 'put_parameter', **given)['Version']}"

@@ -117,8 +117,7 @@ def as_json(rows: list[RunRow]) -> str:
 
 def _result(row: RunRow) -> str:
     at = f" at {row.stage}" if row.result == "running" and row.stage else f" in {row.stage}" if row.stage else ""
-    replacing = f", replacing {row.replaced}" if row.replaced else ""
-    words = {True: f", published{replacing}", False: ", not published", None: ""}
+    words = {True: ", published" + (f", replacing {row.replaced}" if row.replaced else ""), False: ", not published", None: ""}
     served = words[row.published if row.result == "succeeded" else None]
     reason = row.reason if len(row.reason) <= LONGEST_REASON else f"{row.reason[: LONGEST_REASON - 1]}…"
     return plain(f"{row.result}{at}{served}" + (f": {' '.join(reason.split())}" if reason else ""))

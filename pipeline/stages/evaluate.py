@@ -140,7 +140,7 @@ def run(context: StageContext) -> StageOutput | None:
     new, parent = measured["new"], measured["parent"]
     baseline = measured.get("published", parent)
     every = np.ones(len(holdout.queries), np.bool_)
-    scores = compare(baseline, new, holdout.units, every, config)
+    scores = classified.pop("", None) or compare(baseline, new, holdout.units, every, config)
     if baseline is not parent:
         scores["parent"] = means(parent)
     slices = {name: compare(baseline, new, holdout.units, chosen, config) for name, chosen in slices_of(holdout).items()}
@@ -238,7 +238,7 @@ def compare_classes(
 
     Returns:
         `task:NAME` -> what `compare` returns, of accuracy and macro F1. Without `baseline` and `difference`
-        where the baseline has no classifier for the task.
+        where the baseline has no classifier for the task. And "" -> that of all texts, where they are what is judged.
     """
     config = context.plan.config
     if not config.train.classes or not (exam := read_texts(rows)).queries:
@@ -252,22 +252,19 @@ def compare_classes(
             model = share_out(context, name, model.folder, model.form, None, model.device, own_texts, none)
             texts = share_vectors(context, model, encode_texts(context, model, 0, model.tokens))
         predicted.append(classify(context, replace(model, name=name), texts))
-    true, scores = np.asarray(exam.classes), dict[str, Any]()
-    for task in config.train.classes:
-        chosen = np.array([own == task for own in exam.tasks])
-        if not chosen.any():
+    tasks, true, scores = np.array(exam.tasks), np.asarray(exam.classes), dict[str, Any]()
+    baseline, new = ({ACCURACY: (own == true).astype(np.float64)} for own in predicted)
+    # Each task's classes, and its texts without one, have their own numbers.
+    apart = (1 + max(map(len, config.train.classes.values()))) * np.unique(tasks, return_inverse=True)[1]
+    for task in [*config.train.classes, *([""] if config.classifies_only else [])]:
+        if not (chosen := (tasks == task) | (task == "")).any():
             log.warning("task %s: no row of it is held out, so nothing is known of its classifier", task)
             continue
-        baseline, new = ({ACCURACY: (own == true).astype(np.float64)} for own in predicted)
-        scores[f"task:{task}"] = compared = compare(
-            baseline,
-            new,
-            exam.units,
-            chosen,
-            config,
-            {MACRO_F1: [partial(macro_f1, own[chosen], true[chosen]) for own in predicted]},
+        *each, right = ((own + apart)[chosen] for own in (*predicted, true))
+        scores[task and f"task:{task}"] = compared = compare(
+            baseline, new, exam.units, chosen, config, {MACRO_F1: [partial(macro_f1, own, right) for own in each]}
         )
-        if (predicted[0][chosen] == NO_CLASS).all():
+        if task and (predicted[0][chosen] == NO_CLASS).all():
             del compared["baseline"], compared["difference"]
     return scores
 
@@ -505,8 +502,10 @@ def measure_sizes(context: StageContext, model: MeasuredModel, found: Vectors, k
     for size in set(sizes) - {published}:
         other = replace(model, name=f"{model.name}-{size}", size=size)
         measured[size] = measure(context, other, share_vectors(context, other, found))
-    width = np.dtype(config.embed.dtype).itemsize
-    return [{"size": size, "bytes": size * width, "published": size == published, **means(measured[size])} for size in sizes]
+    return [
+        {"size": size, "bytes": np.empty(size, config.embed.dtype).nbytes, "published": size == published} | means(measured[size])
+        for size in sizes
+    ]
 
 
 def measure(context: StageContext, model: MeasuredModel, texts: EncodedTexts) -> PerQuery:
@@ -569,8 +568,9 @@ def compare(
     differences = np.stack([new[metric] - baseline[metric] for metric in baseline], axis=1)
 
     def changes(weights: Values) -> Values:
-        found = (after(weights) - before(weights) for before, after in others.values())
-        return np.append(weighted_means(differences, weights), [*found])
+        return np.append(
+            weighted_means(differences, weights), [after(weights) - before(weights) for before, after in others.values()]
+        )
 
     drawn = resampled(changes, own, samples=config.evaluate.bootstrap_samples, seed=config.seed)
     alike, tail = np.ones(len(differences)), 1 - CONFIDENCE

@@ -225,8 +225,7 @@ class Made:
         """Write the tokens of one more file, in the order of its rows."""
         table = pa.table(list(columns), schema=token_schema(self.shard.kind, vocabulary))
         self.offsets.append(write_batches(self.tokens_folder / f"tokens-{len(self.offsets):05d}.arrow", table))
-        nulls = np.any([np.asarray(column.is_null()) for column in columns], axis=0)
-        self.without_tokens += int(nulls.sum())
+        self.without_tokens += int(np.any([np.asarray(column.is_null()) for column in columns], axis=0).sum())
         for name, column in zip(TOKENS[self.shard.kind], columns, strict=True):
             texts = column.flatten() if pa.types.is_list(column.type.value_type) else column
             lengths = np.asarray(pc.list_value_length(texts).drop_null(), np.int64)

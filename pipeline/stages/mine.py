@@ -42,6 +42,7 @@ from pipeline.dataset.ingested import (
     write_profile,
 )
 from pipeline.dataset.parts import embeddings_of, read_batches
+from pipeline.dataset.row_files import Lengths
 from pipeline.dataset.selection import holdout_slices
 from pipeline.dataset.tokens import cut
 from pipeline.evaluation.vectors import shortened
@@ -112,8 +113,8 @@ class Miner:
     def beat(self, note: str, *_: float) -> None:
         self.context.heartbeat.beat(self.done, unit="rows", note=note)
 
-    def encode(self, tokens: pa.ListArray, length: int) -> Tensor:
-        """Return the embeddings of texts cut to a length, as long as the published ones: (n, D) fp32."""
+    def encode(self, tokens: pa.ListArray, length: int | NDArray[np.int64]) -> Tensor:
+        """Return the embeddings of texts cut to a length, or to one each, as long as the published ones: (n, D) fp32."""
         texts, embed = cut(tokens, length, self.inputs.tokenizer), self.inputs.config.embed
         found = encode(
             self.encode_with,
@@ -180,9 +181,10 @@ def mine_file(miner: Miner, shard: IngestedShard, number: int) -> list[pa.ListAr
     wanted = pa.array(np.flatnonzero((facts["label"].to_numpy() > 0) & ~np.asarray(classified) & usable[0] & usable[1]))
     found, keys, hashes = np.empty(0, np.int64), np.empty(0, np.uint64), np.empty(0, np.uint64)
     if len(wanted):
-        queries = miner.encode(tokens["query_tokens"].take(wanted).combine_chunks(), config.train.query_length)
+        own, column = facts.take(wanted), tokens["query_tokens"].take(wanted).combine_chunks()
+        queries = miner.encode(column, Lengths.of(config).of_column("query_tokens", own))
         documents = miner.encode(tokens["document_tokens"].take(wanted).combine_chunks(), config.embed.length)
-        found, keys, hashes = search(miner, queries, (queries * documents).sum(dim=1).numpy(), facts.take(wanted))
+        found, keys, hashes = search(miner, queries, (queries * documents).sum(dim=1).numpy(), own)
     there, texts = tokens_of(miner, keys, hashes, tokens["query_tokens"].type)
     ends = np.cumsum(np.bincount(wanted.to_numpy()[found[there]], minlength=rows))
     offsets = pa.array(np.concatenate([[0], ends]), pa.int32())

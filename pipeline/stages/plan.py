@@ -205,8 +205,8 @@ def new_plan(context: StageContext, inputs: RunInputs) -> RunPlan:
         pairs=tuple(shard.shard.rows for shard in pairs),
         identity=inputs.identity,
     )
-    train = plan.train.model_copy(update={"resumed": resumed_run(plan, paths)})
-    return write_plan(paths, plan.model_copy(update={"train": train}).sealed())
+    resumed = {"resumed": resumed_run(plan, paths)}
+    return write_plan(paths, plan.model_copy(update={"train": plan.train.model_copy(update=resumed)}).sealed())
 
 
 def write_golden_sets(context: StageContext, inputs: RunInputs, rows: PlannedRows) -> None:
@@ -329,9 +329,9 @@ def check_queries(paths: RunPaths, inputs: RunInputs, rows: PlannedRows) -> str:
     config, deviation = inputs.config, None
     if config.classifies_only and rows.queries:
         raise BadConfig(
-            "rows of tasks without classes are held out, which gate.metric = accuracy does not judge",
+            f"rows of tasks without classes are held out, which gate.metric = {config.gate.metric} does not judge",
             value=f"{rows.queries} queries; tasks with classes: {', '.join(config.train.classes)}",
-            rule="with gate.metric = accuracy every row has a task with classes (train.tasks)",
+            rule=f"with gate.metric = {config.gate.metric} every row has a task with classes (train.tasks)",
             remedy="set gate.metric=ndcg@10; guardrails then judge the accuracy of each task",
         )
     if not rows.judged:

@@ -118,8 +118,8 @@ def check_gone(context: StageContext, inputs: RunInputs, embed: EmbedPlan) -> No
     pointer = read_pointer(context.paths.bucket_root, inputs.config.registry) if inputs.config.registry else None
     last = last_plan(context.paths, pointer.embeddings_run) if pointer else None
     if last:
-        profile = profile_of([], embed.rows, count_gone(context, last.embed, embed))
-        check_limits(profile, profile_of([], last.embed.rows, None), inputs.config.data.limits, [])
+        now, before = profile_of([], embed.rows, count_gone(context, last.embed, embed)), profile_of([], last.embed.rows, None)
+        check_limits(now, before, inputs.config.data.limits, [])
 
 
 def last_plan(paths: RunPaths, run: str) -> RunPlan | None:

@@ -6,8 +6,9 @@ Reads ingested shards and the rows that the lineage was trained on; writes the r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property, partial, reduce
 from pathlib import Path
 
@@ -213,22 +214,20 @@ class PlannedRows:
             order: columns of hashes by which the rows are sorted, the last one first.
         """
         sorted_rows = np.stack(rows)[:, np.lexsort(rows[::-1])]
-        found = read_rows(
-            shards, sorted_rows, self._inputs.tokenizer, self._lengths.of_columns(columns), texts=self._published is not None
-        )
+        found = read_rows(shards, sorted_rows, self._inputs.tokenizer, columns, self._lengths, texts=self._published is not None)
         table = pa.concat_tables([table.append_column("shard", pa.array(sorted_rows[0][places])) for table, places in found])
         table = table.take(pa.array(np.lexsort([table[name].to_numpy() for name in order])))
         if self._published:
             tokenizer, own_lengths = self._published
-            for place, (name, length) in enumerate(own_lengths.of_columns(columns).items()):
-                texts = pc.list_element(table["texts"], place)
+            for place, name in enumerate(columns):
+                texts, length = pc.list_element(table["texts"], place), own_lengths.of_column(name, table)
                 tokens = (
-                    tokenizer.encode_each(tokenizer.with_prompts(texts, table["task"]).to_pylist(), length)
+                    tokenizer.encode_each(tokenizer.with_prompts(texts, table["task"]).to_pylist(), int(np.max(length)))
                     if name == "query_tokens"
-                    else tokenizer.encode_each(texts.to_pylist(), length, tokenizer.prompts["document"])
+                    else tokenizer.encode_each(texts.to_pylist(), int(np.max(length)), tokenizer.prompts["document"])
                 )
-                values = [None if isinstance(one, str) else one for one in tokens]
-                table = table.append_column(OWN[name], pa.array(values, pa.list_(pa.uint32())))
+                values = pa.array([None if isinstance(one, str) else one for one in tokens], pa.list_(pa.uint32()))
+                table = table.append_column(OWN[name], cut(values, length, tokenizer.plan(0)))
             table = _whole(table, [OWN[name] for name in columns])
         return table
 
@@ -263,7 +262,6 @@ class PlannedRows:
             The counts of the plan, and the mean tokens of a document.
         """
         selection = self.selection
-        longest = {"query_tokens": self._lengths.query, "document_tokens": self._lengths.document}
         held, negatives = holdout_slices(self._config.data.holdout_fraction), self._config.train.negatives
         with RowWriter(self.folder, self._inputs.tokenizer.vocabulary, ["train.arrow"], negatives) as writer:
             for first, last in groups(self._source.per_slice, held, SLICES):
@@ -274,7 +272,13 @@ class PlannedRows:
                 # Where keys are of queries or groups, documents are in both parts anyway.
                 within = (held, self._held_keys) if self._config.data.holdout_by == "document" else (0, self._held_keys[:0])
                 for table, places in read_rows(
-                    self._shards, rows, self._inputs.tokenizer, longest, negatives=negatives, held=within
+                    self._shards,
+                    rows,
+                    self._inputs.tokenizer,
+                    list(OWN),
+                    replace(self._lengths, candidate=self._lengths.document),
+                    negatives=negatives,
+                    held=within,
                 ):
                     kept = ~np.isin(table["key"].to_numpy() // np.uint64(SLICES), self._held_keys)
                     table, places = table.filter(pa.array(kept)), places[kept]
@@ -298,7 +302,8 @@ def read_rows(
     shards: Sequence[IngestedShard],
     rows: Numbers,
     tokenizer: TokenizerPlan,
-    lengths: Mapping[str, int],
+    columns: Sequence[str],
+    lengths: Lengths,
     *,
     texts: bool = False,
     negatives: int = 0,
@@ -308,7 +313,8 @@ def read_rows(
 
     Args:
         rows: numbers of shard and file, and the row in the file: (3, rows), in this order.
-        lengths: column of tokens -> the most that a text has.
+        columns: of tokens.
+        lengths: of theirs.
         texts: whether to read the texts, too.
         negatives: of a row, at most.
         held: slices and keys, see `negative_columns`.
@@ -324,22 +330,22 @@ def read_rows(
         # A piece is one request of each file.
         [table] = (facts.take(own) for facts in shard.facts(file, first, last))
         [tokens] = (found.take(own) for found in shard.tokens(file, first, last))
-        for name, length in lengths.items():
-            table = table.append_column(name, cut(tokens[name].combine_chunks(), length, tokenizer))
+        for name in columns:
+            table = table.append_column(name, cut(tokens[name].combine_chunks(), lengths.of_column(name, table), tokenizer))
         if negatives:
             lists = [tokens["negative_tokens"].combine_chunks(), table["negative_hashes"].combine_chunks()]
             if shard.mined_profile:
                 [mined] = (found.take(own) for found in shard.mined(file, first, last))
                 lists = [joined(each, more.combine_chunks()) for each, more in zip(lists, mined.columns, strict=True)]
-            documents, length = table["document_hash"].to_numpy(), lengths["document_tokens"]
-            columns = negative_columns(lists[0], lists[1], documents, negatives, length, tokenizer, *held)
-            for name, column in columns.items():
+            documents = table["document_hash"].to_numpy()
+            found = negative_columns(lists[0], lists[1], documents, negatives, lengths.candidate, tokenizer, *held)
+            for name, column in found.items():
                 table = table.append_column(name, column)
         if texts:
             [found] = (found.take(own) for found in shard.texts(file, first, last))
             table = table.append_column("texts", found["texts"])
         table = table.append_column("place", pa.array(places))
-        table = _whole(table, list(lengths))
+        table = _whole(table, columns)
         return table.drop_columns("place"), table["place"].to_numpy()
 
     return in_threads(read, list(pieces(*rows)))

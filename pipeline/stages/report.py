@@ -33,6 +33,7 @@ from pipeline.contract import (
 )
 from pipeline.cost import Bill, NodeAttempt, StageUse, stage_use
 from pipeline.errors import ExitCode, TrnpipeError
+from pipeline.evaluation.classification import ACCURACY, MACRO_F1
 from pipeline.evaluation.retrieval_metrics import METRICS
 from pipeline.log import log
 from pipeline.plan import DataProfile, EmbedPlan, RunPlan
@@ -276,8 +277,8 @@ def states(record: RunRecord) -> list[dict[str, Any]]:
     for stage in [one for one in Stage if one not in UNUSUAL or one not in record.skipped][:-1]:
         result, failure = record.results.get(stage), record.failures.get(stage)
         if result:
-            refused = verdict.kind == "refused" and stage is verdict.stage
-            spans[stage] = "refused" if refused else "done", time_of(result.started), time_of(result.finished)
+            status = "refused" if verdict.kind == "refused" and stage is verdict.stage else "done"
+            spans[stage] = status, time_of(result.started), time_of(result.finished)
         elif failure:
             spans[stage] = "failed", None, time_of(failure.time)
         else:
@@ -288,9 +289,15 @@ def states(record: RunRecord) -> list[dict[str, Any]]:
     for stage, (status, started, finished) in spans.items():
         begin, end = started or finished, finished or started
         placed = bar(begin.timestamp(), end.timestamp(), min(moments), max(moments)) if begin and end else None
-        took = finished - started if started and finished else None
         found.append(
-            {"stage": stage, "status": status, "started": started, "finished": finished, "duration": took, "bar": placed}
+            {
+                "stage": stage,
+                "status": status,
+                "started": started,
+                "finished": finished,
+                "duration": finished - started if started and finished else None,
+                "bar": placed,
+            }
         )
     return found
 
@@ -321,10 +328,10 @@ def render(record: RunRecord) -> bytes:
         data=compared_data(plan.profile, record.last.profile if record.last else None) if plan and plan.profile else [],
         settings=changed_settings(record.asked, record.last.config) if record.last else [],
         scores=scores,
-        metric_names=(*METRICS, "accuracy"),
+        metric_names=(*METRICS, ACCURACY, MACRO_F1),
         baseline="Published" if plan and plan.published else "Parent",
         whiskers=whiskers(changes if isinstance(changes := scores.get("difference"), Mapping) else {}),
-        charts=training_charts(record.training, plan.config.gate.metric if plan else METRICS[0]),
+        charts=training_charts(record.training, plan.config.gate.metric_of_each if plan else METRICS[0]),
         utilization=utilization_chart(record.hosts),
         bill=record.bill,
         queues={stage: spec.queue for stage, spec in STAGES.items()},
@@ -395,7 +402,7 @@ def gate_rules(gate: Mapping[str, Any], scores: Mapping[str, Any]) -> list[dict[
     bound = "at_least" if gate.get("undecided") == "refuse" else "at_most"
     rules: list[tuple[Any, Any, str, Mapping[str, Any]]] = [
         ("all queries", scores, bound, {**gate, "verdict": gate.get("primary")}),
-        *([("all weeks", scores.get("reference"), bound, {**budget, "metric": metric})] if isinstance(budget, Mapping) else []),
+        *([("all weeks", scores.get("reference"), bound, {"metric": metric, **budget})] if isinstance(budget, Mapping) else []),
         *(
             (rule.get("slice"), inside(scores, "slices", rule.get("slice")), "at_most", rule)
             for rule in (guardrails if isinstance(guardrails, list) else ())

@@ -258,7 +258,7 @@ def _checkpoint(run: Training, progress: Progress, *, validated: bool) -> None:
     run.heartbeat.beat(progress.step, run.steps, unit="pairs", note="checkpoint")
     run.metrics.snapshot(run.checkpoints.folder(progress.step))
     files = checkpoint_files(run.encoder, run.optimizer, run.device, run.source)
-    score = progress.last_validation.get(run.config.gate.metric) if validated else None
+    score = progress.last_validation.get(run.config.gate.metric_of_each) if validated else None
     run.checkpoints.save(progress, files, score=score)
     stalled = time.monotonic() - begun
     for target in (progress, progress.window):

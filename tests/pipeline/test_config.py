@@ -70,6 +70,8 @@ def test_unknown_key_names_the_nearest_valid_one(key: str, nearest: str) -> None
         ["time_budget=PT0S"],
         ["device.kind=tpu"],
         ["gate.metric=accuracy"],
+        ["gate.metric=macro-f1"],
+        ["train.batch_by=task", "train.tasks={a: {query_length: 3}}"],
         ["train.batch_by=task", "train.sampling_temperature=.inf"],
         ["train.temperature=.nan"],
         ["train=5"],

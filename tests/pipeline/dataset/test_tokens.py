@@ -87,6 +87,11 @@ def test_stored_tokens_are_cut_as_the_tokenizer_cuts(tmp_path: Path, side: str, 
         expected = [None if gone else tokens.tolist() for gone, tokens in zip(lost, tokenizer.encode(texts, length), strict=True)]
         assert cut(stored, length, plan).to_pylist() == expected
         assert cut(stored.slice(50, 20), length, plan).to_pylist() == expected[50:70]
+    # Or each text at a length of its own.
+    lengths = np.resize([3, 8, 64, 41, 5], len(texts))
+    own = [tokenizer.encode([text], int(length))[0].tolist() for text, length in zip(texts, lengths, strict=True)]
+    expected = [None if gone else tokens for gone, tokens in zip(lost, own, strict=True)]
+    assert cut(stored, lengths, plan).to_pylist() == expected
 
 
 def test_prompts_and_lower_casing_are_in_the_digest_and_in_the_tokens(tmp_path: Path) -> None:

@@ -138,6 +138,18 @@ def test_a_drop_against_the_reference(at_least: float, at_most: float, refuse: s
         assert ("-0.01 is allowed in all weeks together" in found["reason"]) == (verdict == "refused")
 
 
+def test_macro_f1_decides_and_accuracy_has_the_budget() -> None:
+    """Macro F1 has no values of single texts, so what is kept of the reference is accuracy."""
+    gate = GateConfig.model_validate({"metric": "macro-f1"})
+    same, fell = ({"value": value, "at_least": value, "at_most": value} for value in (0.0, -0.2))
+    for macro, kept, verdict in ((same, same, "accepted"), (fell, same, "refused"), (same, fell, "refused")):
+        values = {"accuracy": 0.9, "macro-f1": 0.5}
+        made = {"baseline": values, "new": values, "difference": {"accuracy": same, "macro-f1": macro}}
+        found = judge_model({**made, "reference": {"difference": {"accuracy": kept}}}, gate, PUBLISHED)
+        assert (found["verdict"], found["metric"], found["reference"]["metric"]) == (verdict, "macro-f1", "accuracy")
+        assert ("against the reference accuracy changed by -0.20000" in found["reason"]) == (kept is fell)
+
+
 def test_fifty_two_weeks_of_a_tenth_of_a_percent_are_stopped() -> None:
     rng, queries = np.random.default_rng(2), 6000
     units, every, config = (

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from pipeline import store
 from pipeline.contract import Stage
 from pipeline.dataset.rows import normalized_hash
+from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData
 from pipeline.evaluation.reference import write_reference
 from pipeline.run.context import StageContext
@@ -27,6 +28,7 @@ from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.world import World
 from pipeline.stages import evaluate
 from pipeline.training.batches import TrainingBatches
+from pipeline.training.checkpoint import MANIFEST_FILE
 from tests.gangs import on_xla
 from tests.pipeline.stages.planning import Bench, refusal, rows
 from tests.pipeline.training.xla_scenarios import SCENARIO
@@ -175,7 +177,7 @@ def test_a_run_of_classes_alone_is_judged_by_its_accuracy(labels: Bench) -> None
     bench.stage(Stage.EVALUATE, "first")
     scores = store.read_json(bench.paths("first").scorecard)
     # The parent has no classifier, and so answers nothing.
-    assert scores["baseline"] == {"accuracy": 0.0}
+    assert scores["baseline"] == {"accuracy": 0.0, "macro-f1": 0.0}
     assert scores["new"]["accuracy"] > 0.8
     assert scores["gate"]["verdict"] == "accepted"
     first = scores
@@ -204,6 +206,63 @@ def test_a_run_of_classes_alone_is_judged_by_its_accuracy(labels: Bench) -> None
     assert scores["reference"]["queries"] == len(held)
     assert scores["reference"]["baseline"]["accuracy"] == first["new"]["accuracy"]
     assert "new_on_old" not in scores["drift"]
+
+
+SIZES = {"small": ["tiny", "little", "short"], "large": ["huge", "giant", "vast"]}
+
+
+def test_macro_f1_may_decide(labels: Bench) -> None:
+    """It is the mean F1 of the classes of all tasks. What accuracy alone has, the budget of all weeks and curves, stays its."""
+    bench, draw = labels, random.Random(3)
+    shard = [
+        {"id": f"s{number}", "query": f"{draw.choice(SIZES[name])} s{number}", "document": name, "task": "size"}
+        for number in range(150)
+        for name in [draw.choice([*SIZES])]
+    ]
+    # Wrong ones, so that no model has them all.
+    for row in shard[::5]:
+        row["document"] = draw.choice([*SIZES])
+    bench.shard("sizes.jsonl", shard)
+    bench.config["gate"]["metric"] = "macro-f1"
+    bench.config["train"] |= {"tasks": {"color": {"classes": [*COLORS]}, "size": {"classes": [*SIZES]}}, "steps": 30}
+    bench.config["train"]["query_length"] = 32  # sentence-transformers, whose answers are compared, does not cut them shorter
+    bench.start("first")
+    trained = bench.stage(Stage.TRAIN, "first")
+    assert trained is not None
+    bench.stage(Stage.EVALUATE, "first")
+    scores = store.read_json(bench.paths("first").scorecard)
+    texts = {row["id"]: (row["query"], row["document"].strip().casefold()) for row in (*classified(400), *shard)}
+    found: list[float] = []
+    for task, classes in (("color", COLORS), ("size", SIZES)):
+        held = [texts[row["id"]] for row in bench.rows("first", "classes.arrow") if row["task"] == task]
+        folder = Path(bench.paths("first").model)
+        answers = [name.casefold() for name in their_classes(folder, [text for text, _ in held], task)]
+        own = [f1([right for _, right in held], answers, name.casefold()) for name in classes]
+        assert scores["slices"][f"task:{task}"]["new"]["macro-f1"] == pytest.approx(sum(own) / len(own), abs=1e-9)
+        found += own
+    assert scores["new"]["macro-f1"] == pytest.approx(sum(found) / len(found), abs=1e-9)
+    gate = scores["gate"]
+    assert (gate["metric"], gate["new"], gate["baseline"]) == ("macro-f1", scores["new"]["macro-f1"], 0.0)
+    assert gate["at_least"] == scores["difference"]["macro-f1"]["at_least"] < gate["difference"] < 1
+    assert scores["new"]["macro-f1"] != scores["new"]["accuracy"]
+    assert trained.metrics["last_validation"].keys() == {"accuracy"}
+    kept = store.read_json(store.join(bench.paths("first").checkpoint(30), MANIFEST_FILE))
+    assert kept["score"] == trained.metrics["last_validation"]["accuracy"]
+
+    publish(bench, "first")
+    bench.start("second")
+    bench.stage(Stage.TRAIN, "second")
+    bench.stage(Stage.EVALUATE, "second")
+    scores = store.read_json(bench.paths("second").scorecard)
+    assert scores["gate"]["baseline"] == scores["baseline"]["macro-f1"] > 0.3
+    assert scores["gate"]["reference"]["metric"] == "accuracy"
+    assert scores["gate"]["reference"]["difference"] == scores["reference"]["difference"]["accuracy"]["value"]
+
+
+def f1(true: list[str], answers: list[str], name: str) -> float:
+    """The F1 score of one class, as its definition has it."""
+    hits = sum(right == answer == name for right, answer in zip(true, answers, strict=True))
+    return 2 * hits / (true.count(name) + answers.count(name))
 
 
 def test_next_week_may_write_its_classes_otherwise(labels: Bench, caplog: pytest.LogCaptureFixture) -> None:
@@ -303,11 +362,39 @@ def test_a_class_without_a_held_out_text_is_said(shop: Bench, caplog: pytest.Log
     assert "warm" not in caplog.text
 
 
-def test_rows_to_search_in_a_run_that_is_judged_by_its_accuracy(shop: Bench) -> None:
-    shop.config["gate"] = {"metric": "accuracy"}
+@pytest.mark.parametrize("metric", ["accuracy", "macro-f1"])
+def test_rows_to_search_in_a_run_that_is_judged_by_its_classes(shop: Bench, metric: str) -> None:
+    shop.config["gate"] = {"metric": metric}
     shop.prepare("one")
     shop.ingest("one")
-    refusal(BadConfig, lambda: shop.stage(Stage.PLAN, "one"), "rows of tasks without classes", "set gate.metric=ndcg@10")
+    words = ("rows of tasks without classes", f"gate.metric = {metric}", "set gate.metric=ndcg@10")
+    refusal(BadConfig, lambda: shop.stage(Stage.PLAN, "one"), *words)
+
+
+def test_each_task_may_have_its_own_length_of_queries(shop: Bench) -> None:
+    """In its training rows, in what is held out, and in the tokens of the published model."""
+    shop.config["train"]["tasks"]["color"]["query_length"] = 5
+    shop.start("first")
+    shop.train("first")
+    shop.publish("first", str(shop.model))
+    shop.config["model"] = {"prompts": {"query": "q ", "color": "classify "}}
+    shop.shard("more.jsonl", [*rows(150, 200, task="search"), *classified(60, seed=2)])
+    shop.start("second")
+    texts = {row["id"]: row["query"] for row in (*classified(240), *classified(60, seed=2), *rows(0, 200, task="search"))}
+    plain, prompted = (TextTokenizer(shop.model, {"query": own[0], "color": own[1]}) for own in (("", ""), ("q ", "classify ")))
+    files = [("first", "train.arrow", plain), ("first", "classes.arrow", plain), ("first", "holdout.arrow", plain)]
+    files += [("second", "classes.arrow", prompted), ("second", "holdout.arrow", prompted)]
+    files += [("second", "published/classes.arrow", plain), ("second", "published/holdout.arrow", plain)]
+    longest = {}
+    for run, name, tokenizer in files:
+        for row in shop.rows(run, name):
+            length = 5 if row["task"] == "color" else 12
+            if "id" in row:
+                prompt = tokenizer.prompts["color" if row["task"] == "color" else "query"]
+                assert row["query_tokens"] == tokenizer.encode([texts[row["id"]]], length, prompt)[0].tolist()
+            longest[name, row["task"]] = max(longest.get((name, row["task"]), 0), len(row["query_tokens"]))
+    assert {length for (_, task), length in longest.items() if task == "color"} == {5}
+    assert min(length for (_, task), length in longest.items() if task == "search") > 5
 
 
 PROGRAM = """
@@ -315,16 +402,17 @@ import json, sys, torch
 from sentence_transformers import SentenceTransformer, models
 folder, texts = sys.argv[1], json.loads(sys.argv[2])
 embeddings = torch.from_numpy(SentenceTransformer(folder).encode(texts))
-classifier = models.Dense.load(folder + "/classifiers/color")
-classes = json.load(open(folder + "/classifiers/color/classes.json"))
+classifier = models.Dense.load(folder + "/classifiers/" + sys.argv[3])
+classes = json.load(open(folder + "/classifiers/" + sys.argv[3] + "/classes.json"))
 found = classifier({"sentence_embedding": embeddings})["sentence_embedding"].argmax(dim=1)
 print(json.dumps([classes[number] for number in found.tolist()]))
 """
 
 
-def their_classes(folder: Path, texts: list[str]) -> list[str]:
+def their_classes(folder: Path, texts: list[str], task: str = "color") -> list[str]:
     """The classes that a model folder gives texts, with sentence-transformers alone."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM, folder, json.dumps(texts)], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", PROGRAM, folder, json.dumps(texts), task]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     found: list[str] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -405,6 +493,7 @@ def test_rows_of_a_label_of_0_may_name_any_class(shop: Bench) -> None:
         ({"train": {"tasks": {"color": {"classes": ["warm", "WARM "]}}}}, ["train.tasks.color", "a class is there twice"]),
         ({"train": {"tasks": {"color": {"classes": ["warm"]}}}}, ["at least 2"]),
         ({"gate": {"metric": "accuracy"}, "report": {"texts": True}}, ["report.texts", "leave it out"]),
+        ({"train": {"tasks": {"color": {"query_length": 33}}}}, ["train.tasks.color.query_length 33", "train.length, 32"]),
         ({"gate": {"guardrails": [{"slice": "locale:*", "metric": "accuracy"}]}}, ["the slice locale:* has no accuracy"]),
         ({"gate": {"guardrails": [{"slice": "task:color", "max_drop": 0.1}]}}, ["the slice task:color has no ndcg@10"]),
         ({"gate": {"guardrails": [{"slice": "task:search", "metric": "accuracy"}]}}, ["task:search has no accuracy"]),

@@ -608,4 +608,4 @@ def test_a_model_that_fell_behind_the_reference_is_refused(examined: Any) -> Non
     gate = evaluate.run(examined.context(Stage.EVALUATE)).metrics["gate"]
     # As good as its parent.
     assert (gate["difference"], gate["verdict"], gate["reference"]["verdict"]) == (0, "refused", "refused")
-    assert "against the reference it changed by -" in gate["reason"]
+    assert "against the reference ndcg@10 changed by -" in gate["reason"]

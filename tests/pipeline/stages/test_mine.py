@@ -22,14 +22,15 @@ MINE = {"count": 3, "first": 2, "last": 9, "margin": 0.02}
 QUERY_LENGTH, LENGTH = 12, 40
 
 
-def items(start: int, stop: int) -> list[dict[str, Any]]:
+def items(start: int, stop: int, words: int = 2) -> list[dict[str, Any]]:
     """Rows of few words, so that many documents are close to each query; every third query has a second relevant document."""
     random = np.random.default_rng(start)
     texts = [
         " ".join([*random.choice(WORDS[:12], 4), WORDS[number % 100], WORDS[number // 100]]) for number in range(start, stop)
     ]
     return [
-        {"id": f"row{number}", "query": " ".join(text.split()[:2]), "document": text} for number, text in enumerate(texts, start)
+        {"id": f"row{number}", "query": " ".join(text.split()[:words]), "document": text}
+        for number, text in enumerate(texts, start)
     ]
 
 
@@ -79,10 +80,10 @@ def mined(bench: Bench, run: str = "two") -> dict[str, list[int]]:
     return found
 
 
-def wanted(bench: Bench) -> dict[str, list[int]]:
+def wanted(bench: Bench, words: int = 2, query_length: int = QUERY_LENGTH) -> dict[str, list[int]]:
     """The same, found one row at a time with sentence-transformers and the published parts."""
-    week = items(90, 130)
-    model = Outsider(Path(bench.paths("one").model), QUERY_LENGTH, LENGTH)
+    week = items(90, 130, words)
+    model = Outsider(Path(bench.paths("one").model), query_length, LENGTH)
     queries, own = model.queries([row["query"] for row in week]), model.documents([row["document"] for row in week])
     ids, vectors = [], []
     for part in store.read_json(bench.paths("one").embed_manifest)["parts"]:
@@ -127,6 +128,16 @@ def test_a_head_that_is_new_is_not_what_is_mined_with(bench: Bench, size: int) -
     bench.ingest("two")
     bench.stage(Stage.MINE, "two")
     assert mined(bench) == wanted(bench)
+
+
+def test_queries_are_cut_as_their_task_says(bench: Bench) -> None:
+    bench.shard("two.jsonl", [{**row, "task": "search"} for row in items(90, 130, 4)])
+    bench.config["train"] |= {"batch_by": "task", "tasks": {"search": {"query_length": 5}, "other": {"query_length": 4}}}
+    assert bench.prepare("two").metrics["mine_children"] == 1
+    bench.ingest("two")
+    bench.stage(Stage.MINE, "two")
+    assert mined(bench) == wanted(bench, 4, 5)
+    assert wanted(bench, 4, 5) != wanted(bench, 4)
 
 
 def test_training_rows_have_them_behind_their_own(bench: Bench) -> None:
