@@ -176,7 +176,7 @@ class TrainConfig(Section):
         None, description="Also keep the checkpoints of steps that are multiples of this; None: no others."
     )
     keep_best: Annotated[bool, KeyRole.BOOKKEEPING, KeyRole.RESUMABLE] = Field(
-        True, description="Also keep the checkpoint with the best validation of gate.metric."
+        True, description="Also keep the checkpoint with the best validation of gate.metric (macro-f1: of accuracy)."
     )
 
     @model_validator(mode="after")
@@ -209,6 +209,11 @@ class TrainConfig(Section):
     def classes(self) -> dict[str, tuple[str, ...]]:
         """The classes of each task that has any, in the order of the tasks' names."""
         return {name: task.classes for name, task in sorted(self.tasks.items()) if task.classes}
+
+    @property
+    def longest_query(self) -> int:
+        """Tokens of a query of any task, at most."""
+        return max([self.query_length, *(task.query_length or 0 for task in self.tasks.values())])
 
     @property
     def bins(self) -> int:

@@ -51,7 +51,11 @@ class Lengths:
             query=config.train.query_length,
             document=config.train.length,
             candidate=config.embed.length,
-            queries_of={name: task.query_length for name, task in config.train.tasks.items() if task.query_length},
+            queries_of={
+                name: task.query_length
+                for name, task in config.train.tasks.items()
+                if task.query_length not in (None, config.train.query_length)
+            },
         )
 
     def of_column(self, name: str, rows: pa.Table) -> int | NDArray[np.int64]:

@@ -65,7 +65,7 @@ def batch_flops(shape: ModelShape, config: RunConfig, ranks: int) -> float:
 def batch_pairs(config: RunConfig, work: Workload) -> float:
     """Return the pairs that a rank's batch has room for, on average."""
     train = config.train
-    tokens = min(work.query_tokens, train.query_length) + train.bin_shape.documents * min(work.document_tokens, train.length)
+    tokens = min(work.query_tokens, train.longest_query) + train.bin_shape.documents * min(work.document_tokens, train.length)
     return min(train.batch_size, train.bins * train.bin_shape.tokens * (1 - PADDING) / tokens)
 
 

@@ -38,7 +38,7 @@ def model_card(plan: RunPlan, folder: Path, steps: int, pairs: int) -> str:
         f"{steps} steps, {pairs} pairs, computed in {plan.world.precision} on {plan.world.kind}",
         "Evaluation": f"runs/{plan.run}/evaluate/scorecard.json and runs/{plan.run}/report/index.html compare the "
         "model with its baseline",
-        "Longest text": f"{read_max_length(folder)} tokens, special ones included; in training {config.train.query_length} of a "
+        "Longest text": f"{read_max_length(folder)} tokens, special ones included; in training {config.train.longest_query} of a "
         f"query and {config.train.length} of a document",
         "Prompts": ", ".join(f"{side} {json.dumps(text)}" for side, text in read_prompts(folder).items()),
         "Pooling": config.model.pooling,

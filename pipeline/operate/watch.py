@@ -42,8 +42,11 @@ def watch(site: Site, execution: Execution, console: Console, *, lines: bool = F
     if link := site.console_link(execution.arn):
         say(console, link, style="dim")  # not `note`, which hides what follows the ? of a URI
     tracker = Tracker(site.files(execution.run))
-    every = {} if site.state else {"every": PLAIN_PROGRESS}
-    display: Display = LiveDisplay(console) if console.is_terminal and not lines else PlainDisplay(console, **every)
+    display: Display = (
+        LiveDisplay(console)
+        if console.is_terminal and not lines
+        else PlainDisplay(console, **({} if site.state else {"every": PLAIN_PROGRESS}))
+    )
     try:
         with display:
             ended = _follow(site, execution, tracker, display)

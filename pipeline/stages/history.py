@@ -117,7 +117,7 @@ def history_charts(runs: Sequence[EndedRun]) -> list[Chart]:
     references = list(dict.fromkeys(run.reference for run in runs if "reference" in run.figures))[-MOST_REFERENCES:]
     cost = "usd" if any("usd" in run.figures for run in runs) else "node_hours"
     charts: dict[str, Mapping[str, Series]] = {
-        f"{metric} against the reference, 95 % interval": {
+        "Change against the reference, 95 % interval": {
             f"run {name}": ("reference", {"reference": (name,)}) for name in references
         },
         f"{metric} on the week's hold-out": {"new": ("new", {}), "baseline": ("baseline", {})},

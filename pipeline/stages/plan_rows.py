@@ -222,7 +222,9 @@ class PlannedRows:
             for place, name in enumerate(columns):
                 texts, length = pc.list_element(table["texts"], place), own_lengths.of_column(name, table)
                 tokens = (
-                    tokenizer.encode_each(tokenizer.with_prompts(texts, table["task"]).to_pylist(), int(np.max(length)))
+                    tokenizer.encode_each(
+                        tokenizer.with_prompts(texts, table["task"]).to_pylist(), int(np.max(length, initial=1))
+                    )
                     if name == "query_tokens"
                     else tokenizer.encode_each(texts.to_pylist(), int(np.max(length)), tokenizer.prompts["document"])
                 )

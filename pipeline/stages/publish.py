@@ -438,5 +438,7 @@ def figures(context: StageContext) -> dict[str, Any]:
     if not context.plan.train.rows:
         return {}
     metrics = StageResult.from_json(store.read_bytes(context.paths.result(Stage.EVALUATE))).metrics
-    gate = {name: metrics["gate"].get(name) for name in ("verdict", "metric", "new", "difference", "reference")}
-    return {"gate": gate, "drift": metrics.get("drift")}
+    return {
+        "gate": {name: metrics["gate"].get(name) for name in ("verdict", "metric", "new", "difference", "reference")},
+        "drift": metrics.get("drift"),
+    }

@@ -455,7 +455,7 @@ def ended_run(record: RunRecord) -> EndedRun:
     mode = "rollback" if record.asked.get("rollback") else str(record.asked.get("mode", "train"))
     changes = {
         "difference": inside(record.scorecard, "difference", metric),
-        "reference": inside(record.scorecard, "reference", "difference", metric),
+        "reference": inside(record.scorecard, "reference", "difference", str(inside(gate, "reference", "metric") or metric)),
     }
     return EndedRun(
         run=record.paths.run_id,

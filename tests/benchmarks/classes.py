@@ -1,12 +1,13 @@
 """A task with classes on real text, beside a search of the same texts.
 
     PYTHONPATH=. python tests/benchmarks/classes.py [--texts glosses|docstrings] [--rows 10000] [--epochs 2]
-        [--length 64] [--alone]
+        [--length 64] [--alone [--unnormalized]]
 
 Texts: WordNet's glosses, the class of each the lexicographer file that it comes from (45), and pairs of a word and its gloss
 (package wordnet-base); or docstrings, the class of each its package, and pairs of their first lines and the rest.
 all-MiniLM-L6-v2 is trained by the pipeline's own prepare, ingest, plan and train stages in this process, one rank, on pairs and
-on texts with their classes in turn (with --alone, on the classes only), and evaluated by evaluate. Its peer is a logistic
+on texts with their classes in turn (with --alone, on the classes only), and evaluated by evaluate. With --unnormalized the model
+does not normalize its embeddings, so the classifier reads what is otherwise normalized. Its peer is a logistic
 regression on TF-IDF of words and pairs of words (scikit-learn), fitted on the same texts and measured on the same held-out ones:
 once on the part of each that the encoder reads, its first --length tokens, and once on the whole.
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import random
 import re
+import shutil
 import tempfile
 import time
 from collections import Counter
@@ -98,13 +100,22 @@ def main() -> None:
     arguments.add_argument("--epochs", type=int, default=2)
     arguments.add_argument("--length", type=int, default=64, help="tokens of a text that the encoder reads")
     arguments.add_argument("--alone", action="store_true", help="without the pairs")
+    arguments.add_argument("--unnormalized", action="store_true", help="embeddings as they are pooled")
     chosen = arguments.parse_args()
+    if chosen.unnormalized and not chosen.alone:
+        arguments.error("--unnormalized is for classes alone: the pairs' temperature is for embeddings of length 1")
     rows = (glosses if chosen.texts == "glosses" else docstrings)(chosen.rows)
     classes = sorted({one.name for one in rows})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "scratch").mkdir()
-        bench = Bench(str(folder / "bucket"), folder / "scratch", initial_folder())
+        model = initial_folder()
+        if chosen.unnormalized:
+            model = Path(shutil.copytree(model, folder / "model"))
+            modules = [one for one in store.read_json(str(model / "modules.json")) if not one["type"].endswith("Normalize")]
+            store.write_json(str(model / "modules.json"), modules)
+        bench = Bench(str(folder / "bucket"), folder / "scratch", model)
+        bench.config["model"]["normalize"] = not chosen.unnormalized
         if chosen.alone:
             bench.config["gate"] = {"metric": "accuracy", "undecided": "accept"}
         else:

@@ -10,8 +10,23 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
+from pipeline.config import build_config
 from pipeline.dataset import row_files
-from pipeline.dataset.row_files import SCHEMAS, PairLengths, RowWriter, read_table
+from pipeline.dataset.row_files import SCHEMAS, Lengths, PairLengths, RowWriter, read_table
+
+
+def test_a_tasks_length_that_is_everyones_is_no_other_hold_out() -> None:
+    tasks = {name: {"query_length": length} for name, length in (("same", 12), ("own", 20))}
+    made = [
+        Lengths.of(
+            build_config({"train": {"query_length": 12, "batch_by": "task", "tasks": {name: tasks[name] for name in names}}})
+        )
+        for names in ((), ("same",), ("same", "own"))
+    ]
+    assert made[0] == made[1] != made[2]
+    rows = pa.table({"task": ["own", "same", None]})
+    assert np.asarray(made[2].of_column("query_tokens", rows)).tolist() == [20, 12, 12]
+    assert made[2].within(15).queries_of == {"own": 15}
 
 
 def candidates(first: int, count: int) -> pa.Table:

@@ -94,6 +94,14 @@ def test_a_narrower_model_has_the_rate_of_the_next_narrower_published_one() -> N
     assert Rates.published(768).train < Rates.published(1024).train == TRAIN_MFU
 
 
+def test_a_batch_has_room_for_fewer_pairs_where_a_task_has_longer_queries() -> None:
+    long = replace(WORK, query_tokens=120)
+    tasks = {"batch_by": "task", "tasks": {"label": {"classes": ["a", "b"], "query_length": 128}}}
+    trains = (tasks, {"query_length": 128}, {})
+    pairs = [batch_pairs(build_config({"train": train, "data": {"holdout_by": "query"}}), long) for train in trains]
+    assert pairs[0] == pairs[1] < pairs[2]
+
+
 def test_hours_of_training_follow_from_operations_and_peak() -> None:
     option = estimator().train(WORK, 2)
     pairs = batch_pairs(build_config(), WORK)

@@ -26,7 +26,7 @@ from pipeline.evaluation.reference import write_reference
 from pipeline.run.context import StageContext
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.world import World
-from pipeline.stages import evaluate
+from pipeline.stages import evaluate, plan_rows
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpoint import MANIFEST_FILE
 from tests.gangs import on_xla
@@ -224,8 +224,9 @@ def test_macro_f1_may_decide(labels: Bench) -> None:
         row["document"] = draw.choice([*SIZES])
     bench.shard("sizes.jsonl", shard)
     bench.config["gate"]["metric"] = "macro-f1"
-    bench.config["train"] |= {"tasks": {"color": {"classes": [*COLORS]}, "size": {"classes": [*SIZES]}}, "steps": 30}
-    bench.config["train"]["query_length"] = 32  # sentence-transformers, whose answers are compared, does not cut them shorter
+    # sentence-transformers, whose answers are compared, does not cut texts shorter.
+    tasks = {name: {"classes": [*classes], "query_length": 32} for name, classes in (("color", COLORS), ("size", SIZES))}
+    bench.config["train"] |= {"tasks": tasks, "steps": 30}
     bench.start("first")
     trained = bench.stage(Stage.TRAIN, "first")
     assert trained is not None
@@ -248,6 +249,7 @@ def test_macro_f1_may_decide(labels: Bench) -> None:
     assert trained.metrics["last_validation"].keys() == {"accuracy"}
     kept = store.read_json(store.join(bench.paths("first").checkpoint(30), MANIFEST_FILE))
     assert kept["score"] == trained.metrics["last_validation"]["accuracy"]
+    assert "in training 32 of a query" in store.read_bytes(store.join(bench.paths("first").model, "README.md")).decode()
 
     publish(bench, "first")
     bench.start("second")
@@ -369,6 +371,28 @@ def test_rows_to_search_in_a_run_that_is_judged_by_its_classes(shop: Bench, metr
     shop.ingest("one")
     words = ("rows of tasks without classes", f"gate.metric = {metric}", "set gate.metric=ndcg@10")
     refusal(BadConfig, lambda: shop.stage(Stage.PLAN, "one"), *words)
+
+
+def test_held_out_rows_without_tokens_have_no_lengths_either(shop: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop.config["train"]["tasks"]["color"]["query_length"] = 5
+    shop.config["data"]["max_bad_fraction"] = 0.9
+    shop.start("first")
+    shop.train("first")
+    shop.publish("first", str(shop.model))
+    shop.config["model"] = {"prompts": {"query": "q "}}
+    encode = TextTokenizer.encode_each
+
+    def without(tokenizer: TextTokenizer, texts: list[str], *more: Any) -> list[Any]:
+        return [
+            "no token" if "nothing" in text else own for text, own in zip(texts, encode(tokenizer, texts, *more), strict=True)
+        ]
+
+    monkeypatch.setattr(TextTokenizer, "encode_each", without)
+    monkeypatch.setattr(plan_rows, "HOLDOUT_GROUP", 1)  # a range of slices may have such rows alone
+    shop.shard("more.jsonl", rows(150, 200, task="search"))
+    shop.shard("odd.jsonl", [{**row, "query": f"nothing {row['id']}"} for row in rows(200, 260, task="search")])
+    shop.start("second")
+    assert len(shop.rows("second", "holdout.arrow")) == len(shop.rows("second", "published/holdout.arrow")) > 0
 
 
 def test_each_task_may_have_its_own_length_of_queries(shop: Bench) -> None:

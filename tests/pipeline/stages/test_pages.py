@@ -136,6 +136,31 @@ def cells(page: Page, first: str, count: int) -> list[str]:
     return page.text[page.text.index(first) + len(first) :].split()[:count]
 
 
+CLASSES = {"batch_by": "task", "tasks": {"color": {"classes": ["warm", "cold"]}}}
+
+
+def test_where_macro_f1_decides_the_budget_is_accuracys(plan_run: Any) -> None:
+    """On the page, and in the figures that the history keeps."""
+    run = weeks(plan_run)
+    values = {"baseline": {"accuracy": 0.8, "macro-f1": 0.6}, "new": {"accuracy": 0.81, "macro-f1": 0.63}}
+    scores = {"queries": 300, "units": 300, "candidates": 0, **values}
+    scores |= {"difference": {"accuracy": change(0.01), "macro-f1": change(0.03)}}
+    before = {"baseline": {"accuracy": 0.75}, "new": {"accuracy": 0.77}, "difference": {"accuracy": change(0.02)}}
+    scores["reference"] = {"queries": 250, "units": 250, **before}
+    gate = judge_model(
+        scores, build_config({"gate": {"metric": "macro-f1"}, "train": CLASSES, "data": {"holdout_by": "query"}}).gate, None
+    )
+    store.write_json(run.paths.scorecard, {**scores, "gate": gate})
+    run.finish(Stage.EVALUATE, StageOutput(metrics={**scores, "gate": gate}))
+    text = report_of(run).text
+    assert "run week-00, accuracy was 0.7500 with its model and is 0.7700 with the new one" in text
+    assert "all weeks accuracy passed +0.0200" in text
+    root = run.paths.root.rpartition("/runs/")[0]
+    [kept] = [store.read_json(info.uri) for info in store.list_objects(f"{root}/registry") if "/runs/" in info.uri]
+    assert (kept["metric"], kept["figures"]["new"], kept["figures"]["difference"]) == ("macro-f1", 0.63, 0.03)
+    assert [kept["figures"][f"reference{end}"] for end in ("", "_low", "_high")] == pytest.approx([0.02, 0.016, 0.024])
+
+
 def test_classified_texts_have_a_table_of_their_own(plan_run: Any) -> None:
     known = {
         "queries": 310,
@@ -425,7 +450,7 @@ def test_all_runs_are_on_one_page_with_links_to_their_reports(tmp_path: Path) ->
     for words in ("8 accepted", "2 refused", "1 failed", "48 refresh", "1 rollback"):
         assert words in page.text, words
     for words in (
-        "ndcg@10 against the reference, 95 % interval run week-000 run week-036",
+        "Change against the reference, 95 % interval run week-000 run week-036",
         "ndcg@10 on the week's hold-out new baseline",
         "Published documents",
         "Cost of a run, USD weekly run refresh",
@@ -444,7 +469,7 @@ def test_all_runs_are_on_one_page_with_links_to_their_reports(tmp_path: Path) ->
 def test_a_point_per_figure_links_to_its_run_and_has_its_interval(tmp_path: Path) -> None:
     runs = fill(str(tmp_path))
     charts = {chart["y_label"]: chart for chart in history.history_charts(runs)}
-    reference = charts["ndcg@10 against the reference, 95 % interval"]
+    reference = charts["Change against the reference, 95 % interval"]
     assert [dot["run"].run for dot in reference["dots"]] == [run.run for run in runs if "reference" in run.figures]
     assert {dot["line"] for dot in reference["dots"]} == {1, 2}
     for dot in reference["dots"]:
