@@ -17,7 +17,7 @@ from pipeline.errors import BadData
 from pipeline.evaluation.holdout import read_holdout
 from tests.tiny import make_model
 
-LENGTHS = Lengths(query=12, document=16, candidate=24)
+LENGTHS = Lengths(query=12, document=16, candidate=24, queries_of={})
 QUERIES = [{"_id": "q1", "text": "bake limo"}, {"_id": "q2", "text": "keli"}, {"_id": "unjudged", "text": "nu"}]
 CORPUS = [
     {"_id": "d1", "title": "bara", "text": "kese liti"},
@@ -53,7 +53,7 @@ def tokenizer(tmp_path: Path) -> TextTokenizer:
 
 
 def test_the_files_are_those_of_a_holdout(tmp_path: Path, tokenizer: TextTokenizer) -> None:
-    tokenizers = {"": (tokenizer, LENGTHS), PUBLISHED: (tokenizer, Lengths(query=3, document=4, candidate=5))}
+    tokenizers = {"": (tokenizer, LENGTHS), PUBLISHED: (tokenizer, Lengths(query=3, document=4, candidate=5, queries_of={}))}
     found = write_golden(tmp_path / "rows", golden(tmp_path), tokenizers)
     # What is judged irrelevant is a candidate like any other.
     files = {"holdout.arrow": 3, "candidates.arrow": 3, "known.arrow": 0}
