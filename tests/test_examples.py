@@ -78,7 +78,7 @@ def test_reviews(tmp_path: Path) -> None:
     rows = reviews(400)
     (tmp_path / "reviews").mkdir()
     pyarrow.csv.write_csv(pa.Table.from_pylist(rows), tmp_path / "reviews" / "week-1.csv")
-    done = run(example("reviews", "reviews-state"), tmp_path)
+    done = run(example("reviews", "reviews-state"), tmp_path, **{"train.tasks.label.query_length": "28"})
     scores = json.loads((done / "evaluate" / "scorecard.json").read_text())
     assert scores["slices"]["task:label"]["new"]["accuracy"] > 0.8
     assert scores["gate"]["metric"] == "ndcg@10"
@@ -158,6 +158,7 @@ def test_esci(tmp_path: Path) -> None:
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert told == "2400 judgements of 2400 products\n"
     more = {"data.holdout_fraction": "0.2", "gate.undecided": "accept", "train.steps": "120"}
+    more["train.tasks.esci.query_length"] = "28"
     done = run(example("esci", "esci/state"), tmp_path, **more)
     slices = json.loads((done / "evaluate" / "scorecard.json").read_text())["slices"]
     assert {"locale:us", "locale:es", "task:search", "task:esci", "golden:esci"} <= slices.keys()
