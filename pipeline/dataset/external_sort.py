@@ -43,7 +43,8 @@ class ExternalSort:
         for owner, piece in enumerate(np.split(records, np.cumsum(counts)[:-1])):
             if len(piece):
                 with open(self._folder / str(owner), "ab") as stream:
-                    piece.tofile(stream)
+                    # Not `tofile`, which loses the last bytes silently where the disk is full (numpy 2).
+                    stream.write(piece.tobytes())
 
     def __iter__(self) -> Iterator[Records]:
         for owner in range(1 << self._bits):

@@ -499,7 +499,7 @@ def write_file(folder: Path, number: int, kind: str, table: pa.Table) -> tuple[I
         texts=write_batches(folder / f"texts-{number:05d}.arrow", table.select(TEXTS.names).cast(TEXTS)),
     )
     hashes = [table[name].to_numpy() for name in HASHES[kind].names or ()]
-    np.rec.fromarrays(hashes, dtype=HASHES[kind]).tofile(folder / f"hashes-{number:05d}.bin")
+    (folder / f"hashes-{number:05d}.bin").write_bytes(np.rec.fromarrays(hashes, dtype=HASHES[kind]).tobytes())
     return file, table
 
 

@@ -141,7 +141,7 @@ def write_order(
                         step = np.full((bins, shape.pairs), MASKED, np.int32)
                         for number, pairs in enumerate(chosen):
                             step[number, : len(pairs)] = pairs
-                        step.tofile(stream)
+                        stream.write(step.tobytes())
                         written += 1
                     counts.append(written)
             return counts
@@ -154,7 +154,7 @@ def write_order(
         found = read_order(together, bins, shape.pairs)
         with open(path, "wb") as stream:
             for number in np.argsort(middles, kind="stable").tolist():
-                found[number].tofile(stream)
+                stream.write(found[number].tobytes())
     return counts
 
 

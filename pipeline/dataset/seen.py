@@ -157,8 +157,8 @@ def write_seen(bucket_root: str, plan: RunPlan, rows: Path, steps: int, scratch:
     slices = np.zeros(SLICES + 1, np.int64)
     with open(folder / VERSIONS, "wb") as versions, open(folder / KEYS, "wb") as keys:
         for records in sort:
-            records["version"].tofile(versions)
-            records["key"].tofile(keys)
+            versions.write(records["version"].tobytes())
+            keys.write(records["key"].tobytes())
             owners = records["key"] >> np.uint64(64 - SLICES.bit_length() + 1)
             slices[1:] += np.bincount(owners.astype(np.int64), minlength=SLICES)
     begins = np.cumsum(slices).tolist()

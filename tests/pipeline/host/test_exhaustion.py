@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from pipeline.contract import Stage
+from pipeline.dataset.external_sort import ExternalSort
 from pipeline.errors import BadData
 from pipeline.host import exhaustion as exhausted
 from pipeline.host.exhaustion import exhaustion, kernel_kills
@@ -25,6 +27,7 @@ from pipeline.host.ranks import ProcessRanks, unexplained_end
 from pipeline.run.world import NodeWorld, World
 from pipeline.stages.rank import as_expected
 
+ROOT = Path(__file__).resolve().parents[3]
 VALUES = np.random.default_rng(0).random(1 << 20)
 
 WRITERS: dict[str, Callable[[Path], object]] = {
@@ -43,6 +46,22 @@ def test_a_full_disk_is_named_by_whatever_writes(full_disk: Path, writer: str) -
     assert found.what == "the disk is full"
     assert "larger root volume" in found.remedy
     assert any("MB are free" in value for value in found.value)
+
+
+def test_a_few_bytes_that_the_disk_has_no_room_for_are_not_lost_silently(full_disk: Path) -> None:
+    sort = ExternalSort(full_disk / "sort", 10, np.dtype([("key", np.uint64)]))
+    with (full_disk / "filler").open("wb", buffering=0) as stream, suppress(OSError):
+        while stream.write(bytes(1 << 12)):
+            pass
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        sort.add(key=np.arange(10, dtype=np.uint64))
+
+
+def test_no_array_writes_itself_to_a_file() -> None:
+    """`tofile` buffers up to 4 KiB, does not look whether the end of it could be written, and its errors have no errno."""
+    sources = [path for top in ("infra", "pipeline") for path in (ROOT / top).rglob("*.py")]
+    assert len(sources) > 200
+    assert [path for path in sources if ".tofile(" in path.read_text("utf-8")] == []
 
 
 @pytest.mark.parametrize(
