@@ -3,8 +3,8 @@ a row's query, and that no row calls relevant to it.
 
 Reads `prepare/inputs.json`, `prepare/missing.json`, the ingested shards and the published embeddings; writes `mined`
 (pipeline/dataset/ingested), where plan finds them in this run and in those to come. The device encodes queries and their own
-documents; every query is compared with every published embedding, exactly, on the host. What is complete is left alone. The child
-that finds the shards of all children complete speaks for the stage.
+documents; FAISS compares every query with every published embedding, exactly, on the host. What is complete is left alone. The
+child that finds the shards of all children complete speaks for the stage.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
+import faiss
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from pipeline import store
 from pipeline.backends.device import Device, EncodeFunction, open_device
@@ -45,16 +45,13 @@ from pipeline.dataset.parts import embeddings_of, read_batches
 from pipeline.dataset.row_files import Lengths
 from pipeline.dataset.selection import holdout_slices
 from pipeline.dataset.tokens import cut
-from pipeline.evaluation.vectors import shortened
+from pipeline.evaluation.vectors import Vectors, shortened
 from pipeline.graphs.compiled import encode_function
 from pipeline.log import log
 from pipeline.model.folder import load_encoder, own_form
 from pipeline.model.inference import encode
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run_inputs import InputShard, MissingShards, RunInputs
-
-QUERIES_AT_ONCE = 512
-"""Rows of a block of scores: with a batch of 65,536 embeddings 128 MiB of fp32."""
 
 RELEVANT = 32
 """Documents that are relevant to one query, at most, which its list has room for besides the wanted ranks."""
@@ -113,7 +110,7 @@ class Miner:
     def beat(self, note: str, *_: float) -> None:
         self.context.heartbeat.beat(self.done, unit="rows", note=note)
 
-    def encode(self, tokens: pa.ListArray, length: int | NDArray[np.int64]) -> Tensor:
+    def encode(self, tokens: pa.ListArray, length: int | NDArray[np.int64]) -> Vectors:
         """Return the embeddings of texts cut to a length, or to one each, as long as the published ones: (n, D) fp32."""
         texts, embed = cut(tokens, length, self.inputs.tokenizer), self.inputs.config.embed
         found = encode(
@@ -124,7 +121,7 @@ class Miner:
             embed.tokens_per_batch,
             on_progress=partial(self.beat, "encoding"),
         ).embeddings
-        return torch.from_numpy(shortened(found.numpy(), self.dimension, normalize=self.inputs.config.model.normalize))
+        return shortened(found.numpy(), self.dimension, normalize=self.inputs.config.model.normalize)
 
 
 def open_miner(context: StageContext, inputs: RunInputs) -> Miner:
@@ -133,6 +130,7 @@ def open_miner(context: StageContext, inputs: RunInputs) -> Miner:
     assert published is not None, "prepare asks for this stage only where there is something to mine with"
     context.heartbeat.beat(note="loading the model")
     device = open_device(world.kind, world.precision, context.world, threads=config.device.threads_per_rank, inference=True)
+    faiss.omp_set_num_threads(torch.get_num_threads())
     folder = store.local_folder(published.folder, context.scratch / "model")
     manifest = store.read_json(published.embeddings)
     return Miner(
@@ -184,14 +182,14 @@ def mine_file(miner: Miner, shard: IngestedShard, number: int) -> list[pa.ListAr
         own, column = facts.take(wanted), tokens["query_tokens"].take(wanted).combine_chunks()
         queries = miner.encode(column, Lengths.of(config).of_column("query_tokens", own))
         documents = miner.encode(tokens["document_tokens"].take(wanted).combine_chunks(), config.embed.length)
-        found, keys, hashes = search(miner, queries, (queries * documents).sum(dim=1).numpy(), own)
+        found, keys, hashes = search(miner, queries, (queries * documents).sum(axis=1), own)
     there, texts = tokens_of(miner, keys, hashes, tokens["query_tokens"].type)
     ends = np.cumsum(np.bincount(wanted.to_numpy()[found[there]], minlength=rows))
     offsets = pa.array(np.concatenate([[0], ends]), pa.int32())
     return [pa.ListArray.from_arrays(offsets, values) for values in (texts, pa.array(hashes[there]))]
 
 
-def search(miner: Miner, queries: Tensor, own: NDArray[np.float32], facts: pa.Table) -> tuple[NDArray[np.int64], Hashes, Hashes]:
+def search(miner: Miner, queries: Vectors, own: NDArray[np.float32], facts: pa.Table) -> tuple[NDArray[np.int64], Hashes, Hashes]:
     """Find the negatives of rows among the published documents.
 
     As `mine_hard_negatives` of sentence-transformers does with a relative margin: of the documents that are not relevant, those
@@ -208,40 +206,38 @@ def search(miner: Miner, queries: Tensor, own: NDArray[np.float32], facts: pa.Ta
     mine, data = miner.inputs.config.train.mine, miner.inputs.config.data
     assert mine is not None
     depth, keys, hashes = mine.last + RELEVANT, [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
-    scores, places = torch.full((len(queries), depth), -torch.inf), torch.zeros((len(queries), depth), dtype=torch.int64)
+    best = faiss.ResultHeap(len(queries), depth, keep_max=True)
     for uri in miner.parts:
         path = store.local_file(uri, miner.context.scratch / f"parts-{miner.context.world.local_rank}")
         for batch in read_batches(path, ["id", "embedding", "document_hash"]):
-            keep_best(queries, torch.from_numpy(embeddings_of(batch).astype(np.float32)), sum(map(len, keys)), scores, places)
+            keep_best(best, queries, embeddings_of(batch).astype(np.float32), sum(map(len, keys)))
             keys.append(id_hashes(batch["id"].to_pylist()))
             hashes.append(batch["document_hash"].to_numpy())
             miner.beat("searching the published embeddings")
         if store.is_s3(uri):
             path.unlink()
-    found = np.concatenate(hashes)[places.numpy()]
+    best.finalize()
+    # Where there are fewer documents, the rest of a list has no place.
+    scores, places, there = best.D, best.I.clip(min=0), best.I >= 0
+    found = np.concatenate(hashes)[places]
     relevant = np.isin(pair_hashes(facts["query_hash"].to_numpy()[:, None], found), miner.relevant)
     ranks, limit = np.cumsum(~relevant, axis=1), (1 - mine.margin) * own[:, None]
     held = holdout_slices(data.holdout_fraction) if data.holdout_by == "document" else 0
-    good = ~relevant & (ranks >= mine.first) & (ranks <= mine.last) & (scores.numpy() <= limit) & np.isfinite(scores.numpy())
+    good = there & ~relevant & (ranks >= mine.first) & (ranks <= mine.last) & (scores <= limit)
     good &= found // np.uint64((1 << 64) // SLICES) >= held
     rows, columns = np.nonzero(good & (np.cumsum(good, axis=1) <= mine.count))
-    return rows, np.concatenate(keys)[places.numpy()[rows, columns]], found[rows, columns]
+    return rows, np.concatenate(keys)[places[rows, columns]], found[rows, columns]
 
 
-def keep_best(queries: Tensor, vectors: Tensor, first: int, scores: Tensor, places: Tensor) -> None:
+def keep_best(best: faiss.ResultHeap, queries: Vectors, vectors: Vectors, first: int) -> None:
     """Take more documents into each query's list of the best ones.
 
     Args:
-        queries, vectors: embeddings, (n, D) and (m, D).
+        queries, vectors: embeddings, (n, D) fp32 and (m, D).
         first: number of the first of these documents.
-        scores, places: of the best documents so far, (n, depth), best first; replaced.
     """
-    depth = scores.shape[1]
-    for start in range(0, len(queries), QUERIES_AT_ONCE):
-        rows = slice(start, start + QUERIES_AT_ONCE)
-        best, order = (queries[rows] @ vectors.T).topk(min(depth, len(vectors)))
-        scores[rows], kept = torch.cat([scores[rows], best], dim=1).topk(depth)
-        places[rows] = torch.cat([places[rows], order + first], dim=1).gather(1, kept)
+    scores, places = faiss.knn(queries, vectors, min(best.k, len(vectors)), faiss.METRIC_INNER_PRODUCT)
+    best.add_result(scores, places + first)
 
 
 def pair_hashes(queries: Hashes, documents: Hashes) -> Hashes:

@@ -6,7 +6,7 @@ prepare plans a corpus of made-up texts, 50,000 in a shard; the parts hold rando
 and the model that embeds the queries is all-MiniLM-L6-v2. `open` is a process of its own from its start to the opened embeddings:
 `first` copies them, `cached` finds the copy. A query is embedded, compared with every embedding, and gets ten documents with
 their texts: `first` copies the texts of the shards that it meets, the median is of queries that find them copied. Beside it
-stands the product alone, and that of faiss (IndexFlatIP, if installed) or numpy over a matrix in memory.
+stands the product alone, and the search of FAISS (IndexFlatIP) over a matrix in memory.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
+import faiss
 import numpy as np
 import numpy.typing as npt
 
@@ -124,10 +124,6 @@ def ask(state: Path, queries: list[str]) -> list[tuple[float, float]]:
 
 def peer(matrix: npt.NDArray[np.float32]) -> tuple[str, Callable[[npt.NDArray[np.float32]], object]]:
     """Name and query of the library that searches the same matrix in memory."""
-    if find_spec("faiss") is None:
-        return "numpy, in memory", lambda vector: np.argpartition(-(matrix @ vector), COUNT)[:COUNT]
-    import faiss  # type: ignore[import-not-found]
-
     index = faiss.IndexFlatIP(DIMENSION)
     index.add(matrix)
     return "faiss IndexFlatIP, in memory", lambda vector: index.search(vector[None], COUNT)

@@ -80,7 +80,7 @@ def mined(bench: Bench, run: str = "two") -> dict[str, list[int]]:
     return found
 
 
-def wanted(bench: Bench, words: int = 2, query_length: int = QUERY_LENGTH) -> dict[str, list[int]]:
+def wanted(bench: Bench, words: int = 2, query_length: int = QUERY_LENGTH, mine: dict[str, Any] = MINE) -> dict[str, list[int]]:
     """The same, found one row at a time with sentence-transformers and the published parts."""
     week = items(90, 130, words)
     model = Outsider(Path(bench.paths("one").model), query_length, LENGTH)
@@ -99,11 +99,11 @@ def wanted(bench: Bench, words: int = 2, query_length: int = QUERY_LENGTH) -> di
         ranked = [known[ids[place]] for place in np.argsort(-scores, kind="stable")]
         best = dict(zip((ids[place] for place in range(len(ids))), scores.tolist(), strict=True))
         others = [other for other in ranked if (row["query"], other["document"]) not in relevant]
-        limit = float(query @ document) * (1 - MINE["margin"])
+        limit = float(query @ document) * (1 - mine["margin"])
         chosen = [
-            other for other in others[MINE["first"] - 1 : int(MINE["last"])] if best[other["id"]] <= limit and not held_out(other)
+            other for other in others[mine["first"] - 1 : mine["last"]] if best[other["id"]] <= limit and not held_out(other)
         ]
-        found[row["id"]] = [normalized_hash(other["document"]) for other in chosen[: int(MINE["count"])]]
+        found[row["id"]] = [normalized_hash(other["document"]) for other in chosen[: mine["count"]]]
     return found
 
 
@@ -118,6 +118,14 @@ def test_mined_negatives_are_those_of_a_search_written_out(bench: Bench) -> None
     # The case has rows of every kind: with all, with some and, because of the margin, with fewer than there are in the ranks.
     assert {len(each) for each in expected.values()} >= {1, 3}
     assert StageResult.from_json(store.read_bytes(bench.paths("two").result(Stage.MINE))).fingerprint == ""
+
+
+def test_there_may_be_fewer_documents_than_ranks(bench: Bench) -> None:
+    bench.config["train"]["mine"] = mine = {"count": 80, "first": 30, "last": 1000, "margin": 0.02}
+    bench.prepare("two")
+    bench.ingest("two")
+    bench.stage(Stage.MINE, "two")
+    assert mined(bench) == wanted(bench, mine=mine)
 
 
 @pytest.mark.parametrize("size", [16, 32])
