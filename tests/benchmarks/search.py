@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import faiss
@@ -41,6 +42,7 @@ SHARD_ROWS = 50_000
 QUERIES = """
 import time; wall, cpu = time.time(), 0.0
 import json, sys
+from importlib.util import find_spec
 from pathlib import Path
 from pipeline.commands.search import open_search
 find = open_search(state=Path(sys.argv[1]))
