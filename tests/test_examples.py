@@ -10,13 +10,24 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoTokenizer,
+    BertConfig,
+    ModernBertConfig,
+    MPNetConfig,
+    RobertaConfig,
+    XLMRobertaConfig,
+)
 
 from pipeline.config import ModelConfig
 from pipeline.dataset.rows import normalized_hash
@@ -89,29 +100,32 @@ def test_reviews(tmp_path: Path) -> None:
     assert sum(right) > 0.8 * len(right) > 300
 
 
-def test_a_classifier_of_the_first_token_is_one_of_transformers(tmp_path: Path) -> None:
-    """The code of the README, in a process without ours; what it saves has the logits of the model folder."""
-    make_model(tmp_path / "parent")
-    # A plain BERT: the pooling is the configuration's.
+@pytest.mark.parametrize("family", [BertConfig, RobertaConfig, XLMRobertaConfig, MPNetConfig])
+def test_a_classifier_of_the_first_token_is_one_of_transformers(tmp_path: Path, family: Any) -> None:
+    """The code of the README, in a process without ours, has the classes of sentence-transformers' modules."""
+    make_model(tmp_path / "parent", family=family)
+    # A plain backbone: the pooling is the configuration's.
     AutoModel.from_pretrained(tmp_path / "parent").save_pretrained(tmp_path / "base")
     AutoTokenizer.from_pretrained(tmp_path / "parent").save_pretrained(tmp_path / "base")
     size = AutoConfig.from_pretrained(tmp_path / "base").hidden_size
-    form = {"pooling": "cls", "normalize": False, "head": [{"out": size, "activation": "tanh"}]}
-    encoder = load_encoder(tmp_path / "base", ModelConfig.model_validate(form))
+    form = ModelConfig.model_validate({"pooling": "cls", "normalize": False, "head": [{"out": size, "activation": "tanh"}]})
+    encoder = load_encoder(tmp_path / "base", form)
     add_classifiers(encoder, tmp_path, {"label": ("bad", "good", "neither")})
     torch.nn.init.normal_(encoder.classifiers["label"].weight)  # type: ignore[arg-type]
     save_folder(encoder, tmp_path / "model", tmp_path / "base")
     [code] = re.findall(r"```python\n(.*?)```", (EXAMPLES / "reviews" / "README.md").read_text(), re.DOTALL)
     text = " ".join(WORDS[:7])
     compare = f"""
+import json
 import torch
 from sentence_transformers import SentenceTransformer
-from transformers import pipeline
+from sentence_transformers.models import Dense
 
 embedding = torch.from_numpy(SentenceTransformer("model").encode([{text!r}]))
 expected = Dense.load("model/classifiers/label")({{"sentence_embedding": embedding}})["sentence_embedding"][0].softmax(dim=0)
-found = pipeline("text-classification", model="classifier", tokenizer="model", top_k=None)([{text!r}])[0]
-print(json.dumps([{{one["label"]: one["score"] for one in found}}, dict(zip(classes, expected.tolist()))]))
+classes = json.load(open("model/classifiers/label/classes.json"))
+found = {{one["label"]: one["score"] for one in classify([{text!r}])[0]}}
+print(json.dumps([found, dict(zip(classes, expected.tolist()))]))
 """
     command = [sys.executable, "-I", "-c", code + compare]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
@@ -120,6 +134,37 @@ print(json.dumps([{{one["label"]: one["score"] for one in found}}, dict(zip(clas
     assert expected.keys() == {"bad", "good", "neither"}
     assert found == pytest.approx(expected, abs=1e-6)
     assert max(expected.values()) > 0.4
+    # The next model is trained from this folder.
+    again = load_encoder(tmp_path / "model", form).state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in encoder.state_dict().items() if name in again)
+    assert len(again) == len(encoder.state_dict()) - 2  # the classifier's own
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"pooling": "mean"},
+        {"normalize": True},
+        {"head": None},
+        {"head": [{"out": 8, "activation": "tanh"}]},
+        {"head": [{"out": 32, "activation": "gelu"}]},
+        {"tasks": ("label", "stars")},
+        {"family": ModernBertConfig},
+    ],
+    ids=str,
+)
+def test_another_form_does_not_pass_for_a_classifier_of_transformers(tmp_path: Path, other: dict[str, Any]) -> None:
+    make_model(tmp_path / "parent", family=other.pop("family", BertConfig))
+    AutoModel.from_pretrained(tmp_path / "parent").save_pretrained(tmp_path / "base")
+    tasks, form = (
+        other.pop("tasks", ("label",)),
+        {"pooling": "cls", "normalize": False, "head": [{"out": 32, "activation": "tanh"}]},
+    )
+    encoder = load_encoder(tmp_path / "base", ModelConfig.model_validate(form | other))
+    add_classifiers(encoder, tmp_path, dict.fromkeys(tasks, ("bad", "good")))
+    save_folder(encoder, tmp_path / "model", tmp_path / "base")
+    assert not any("classifier" in name or "pooler" in name for name in load_file(tmp_path / "model" / "model.safetensors"))
+    assert "good" not in (tmp_path / "model" / "config.json").read_text()
 
 
 def shop(folder: Path, queries: int) -> None:

@@ -32,6 +32,8 @@ class Family:
         gated: the inner product of a layer is `config.intermediate_size` wide twice: one half is the other's gate.
         dropout: the configuration's name for the dropout of hidden states.
         unused: beginnings of names, under any prefix: parts of pretrained models that an embedding never passes through.
+        classifier: names of the two layers, with tanh between them, by which the library's model for the classification of texts
+            makes logits of the first token; None: it has others.
     """
 
     model: Callable[[Any], Any]
@@ -43,10 +45,16 @@ class Family:
     gated: bool = False
     dropout: str = "hidden_dropout_prob"
     unused: tuple[str, ...] = ("pooler.", "cls.", "lm_head.", "classifier.", "qa_outputs.")
+    classifier: tuple[str, str] | None = ("classifier.dense", "classifier.out_proj")
 
 
 FAMILIES = {
-    "bert": Family(model=partial(BertModel, add_pooling_layer=False), attention=BertSelfAttention, token_types=True),
+    "bert": Family(
+        model=partial(BertModel, add_pooling_layer=False),
+        attention=BertSelfAttention,
+        token_types=True,
+        classifier=("pooler.dense", "classifier"),
+    ),
     "roberta": Family(
         model=partial(RobertaModel, add_pooling_layer=False),
         attention=RobertaSelfAttention,
@@ -74,6 +82,7 @@ FAMILIES = {
         gated=True,
         dropout="mlp_dropout",
         unused=("head.dense.", "head.norm.", "decoder.", "classifier."),
+        classifier=None,
     ),
 }
 """By `model_type` of config.json."""

@@ -1,9 +1,12 @@
 """Model folders in the Hugging Face / sentence-transformers form: what this pipeline continues from, writes and publishes.
 
-`SentenceTransformer(folder)` gives the same embeddings as our own encoder, without code of ours. It has no residual layer of our
-kind, so the head x + W2 relu(W1 x + b1) + b2 is written as two of its `Dense` modules, exactly: relu([W1; I; -I] x + [b1; 0; 0])
-and then [W2, I, -I], since x = relu(x) - relu(-x). `head.safetensors` keeps the head unchanged for our own loader. Of a head of
-layers, each is a `Dense`, and our loader reads these, also in folders of other origin.
+`SentenceTransformer(folder)` gives the same embeddings as our own encoder, without code of ours, and where the model has the form
+of a classifier of transformers, `AutoModelForSequenceClassification.from_pretrained(folder)` gives the same classes.
+
+sentence-transformers has no residual layer of our kind, so the head x + W2 relu(W1 x + b1) + b2 is written as two of its
+`Dense` modules, exactly: relu([W1; I; -I] x + [b1; 0; 0]) and then [W2, I, -I], since x = relu(x) - relu(-x).
+`head.safetensors` keeps the head unchanged for our own loader. Of a head of layers, each is a `Dense`, and our loader reads
+these, also in folders of other origin.
 
 Nor does it cut embeddings before it normalizes them. Where shorter ones are published, a `Dense` with the first rows of I does
 so, in a folder `N_Cut`. Our own loader passes over it: the next model is trained from whole embeddings.
@@ -180,9 +183,10 @@ def save_folder(
         record.pop("truncate_dim", None)  # it would cut the new embeddings as it did the source's
         _write_json(folder / PROMPTS, record | (own if any(prompts.values()) else {}))
     encoder.config.save_pretrained(folder)
+    more_weights, settings = _library_classifier(encoder, weights)
     # Weights are fp32, whatever the parent's were: transformers loads them in the type that it finds here.
-    _write_json(folder / "config.json", read_object(folder / "config.json") | {"dtype": "float32"})
-    _save(folder / WEIGHTS, _under(weights, "backbone."))
+    _write_json(folder / "config.json", read_object(folder / "config.json") | {"dtype": "float32"} | settings)
+    _save(folder / WEIGHTS, _under(weights, "backbone.") | more_weights)
     names = [
         "Transformer",
         "Pooling",
@@ -213,6 +217,30 @@ def save_folder(
         _write_json(path / CLASSES, classifier.classes)
     if dimensions:
         _save_dense(folder / paths[names.index(CUT)], torch.eye(encoder.dimension)[:dimensions], torch.zeros(dimensions))
+
+
+def _library_classifier(encoder: Encoder, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What makes a folder one for AutoModelForSequenceClassification, too: more weights, and settings of config.json.
+
+    Nothing where the encoder has another form than the library's classifiers, see `Family.classifier`.
+    """
+    names, head, tasks = family_of(encoder.config).classifier, encoder.head, [*encoder.classifiers]
+    if (
+        not names
+        or encoder.pooling != "cls"
+        or encoder.normalize
+        or len(tasks) != 1
+        or not isinstance(head, nn.Sequential)
+        or [*map(type, head)] != [nn.Linear, nn.Tanh]
+        or encoder.dimension != encoder.config.hidden_size
+    ):
+        return {}, {}
+    layers = zip(names, ("head.0.", f"classifiers.{tasks[0]}."), strict=True)
+    classes = dict(enumerate(cast(Classifier, encoder.classifiers[tasks[0]]).classes))
+    return (
+        {f"{name}.{part}": tensor for name, own in layers for part, tensor in _under(weights, own).items()},
+        {"id2label": classes, "label2id": {name: number for number, name in classes.items()}},
+    )
 
 
 def _kinds(modules: list[dict[str, str]]) -> list[str]:
