@@ -33,6 +33,9 @@ PACKED = ("", ".gz", ".zst")
 CSV_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (*(kind + packed for kind in (".jsonl", *CSV_DELIMITERS) for packed in PACKED), ".parquet")
 
+VIEWS = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
+"""Types of columns that DataFusion and others write, and what they are read as: Arrow computes little with them (pyarrow 26)."""
+
 MAX_ROW_BYTES = 16 << 20
 """Longer lines, and Parquet rows with longer texts, are refused unread: one row must not fill the memory."""
 
@@ -333,6 +336,7 @@ def _parquet_records(uri: str, path: str, columns: Columns) -> Iterator[Records]
             size, count = metadata.row_group(group).total_byte_size, metadata.row_group(group).num_rows
             rows = max(1, min(PARQUET_BATCH_ROWS, PARQUET_BATCH_BYTES * count // max(size, 1)))
             for batch in file.iter_batches(rows, row_groups=[group], columns=wanted):
+                batch = batch.cast(pa.schema([field.with_type(VIEWS.get(field.type, field.type)) for field in batch.schema]))
                 lines = line + 1 + np.arange(len(batch))
                 good = sum((_text_lengths(column) for column in batch.columns), np.zeros(len(batch), np.int64)) <= MAX_ROW_BYTES
                 refused = [
@@ -381,8 +385,15 @@ def _arrow_records(
     columns |= {name: _decoded(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
     if number in columns:
         columns[number] = list(map(_number, values_at(columns[number], range(len(lines)))))
-    lists = [column for column in columns.values() if isinstance(column, list)]
-    wrong = sorted({place for column in lists for place, value in enumerate(column) if isinstance(value, UnicodeDecodeError)})
+    wrong = sorted(
+        {
+            place
+            for column in columns.values()
+            if isinstance(column, list)
+            for place, value in enumerate(column)
+            if isinstance(value, UnicodeDecodeError)
+        }
+    )
     if wrong:
         bad = ((int(lines[place]), str(_record(columns, place))) for place in wrong)
         refused = [*refused, *((line, bad_row(uri, line, "is not UTF-8", row)) for line, row in bad)]
@@ -421,8 +432,7 @@ def _lists(column: pa.Array) -> list[Any]:
     flat = _decoded(column.flatten())
     items, lengths = iter(values_at(flat, range(len(flat)))), pc.list_value_length(column).to_pylist()
     rows = [None if length is None else list(islice(items, length)) for length in lengths]
-    wrong = ([item for item in row or () if isinstance(item, UnicodeDecodeError)] for row in rows)
-    return [found[0] if found else row for row, found in zip(rows, wrong, strict=True)]
+    return [next((item for item in row or () if isinstance(item, UnicodeDecodeError)), row) for row in rows]
 
 
 def _values(column: pa.Array) -> list[Any]:

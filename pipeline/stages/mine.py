@@ -19,7 +19,6 @@ import faiss
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 from numpy.typing import NDArray
 
 from pipeline import store
@@ -47,6 +46,7 @@ from pipeline.dataset.selection import holdout_slices
 from pipeline.dataset.tokens import cut
 from pipeline.evaluation.vectors import Vectors, shortened
 from pipeline.graphs.compiled import encode_function
+from pipeline.host.host import available_cores
 from pipeline.log import log
 from pipeline.model.folder import load_encoder, own_form
 from pipeline.model.inference import encode
@@ -130,7 +130,8 @@ def open_miner(context: StageContext, inputs: RunInputs) -> Miner:
     assert published is not None, "prepare asks for this stage only where there is something to mine with"
     context.heartbeat.beat(note="loading the model")
     device = open_device(world.kind, world.precision, context.world, threads=config.device.threads_per_rank, inference=True)
-    faiss.omp_set_num_threads(torch.get_num_threads())
+    # Not torch's, which are few where a device computes: it waits meanwhile.
+    faiss.omp_set_num_threads(config.device.threads_per_rank or max(1, available_cores() // context.world.local_size))
     folder = store.local_folder(published.folder, context.scratch / "model")
     manifest = store.read_json(published.embeddings)
     return Miner(

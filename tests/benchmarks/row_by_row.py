@@ -484,7 +484,14 @@ def _batches(file: pq.ParquetFile, dictionaries: pq.ParquetFile, columns: Sequen
         row_group = file.metadata.row_group(group)
         mean = row_group.total_byte_size // max(row_group.num_rows, 1)
         rows = max(1, min(PARQUET_BATCH_ROWS, PARQUET_BATCH_BYTES // max(largest, mean)))
-        yield from file.iter_batches(rows, row_groups=[group], columns=columns)
+        for batch in file.iter_batches(rows, row_groups=[group], columns=columns):
+            yield pa.record_batch([_without_view(column) for column in batch.columns], names=batch.schema.names)
+
+
+def _without_view(column: pa.Array) -> pa.Array:
+    if pa.types.is_string_view(column.type):
+        return column.cast(pa.large_string())
+    return column.cast(pa.large_binary()) if pa.types.is_binary_view(column.type) else column
 
 
 def _is_dictionary(column: pa.Array) -> bool:

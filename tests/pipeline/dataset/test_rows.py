@@ -79,6 +79,16 @@ def test_every_format_gives_the_same_rows(name: str, tmp_path: Path) -> None:
     assert list(read_training_rows(str(write_shard(tmp_path / name, RECORDS)), {})) == ROWS
 
 
+@pytest.mark.parametrize("text", [pa.large_string(), pa.string_view(), pa.binary(), pa.binary_view()], ids=str)
+def test_parquet_has_several_types_of_text(text: pa.DataType, tmp_path: Path) -> None:
+    path = write_shard(tmp_path / "s.parquet", RECORDS)
+    table = pq.read_table(path)
+    kinds = [field.with_type(text) if field.type == pa.string() else field for field in table.schema]
+    pq.write_table(table.cast(pa.schema(kinds)), path)
+    assert pq.read_schema(path) == pa.schema(kinds)
+    assert list(read_training_rows(str(path), {})) == ROWS
+
+
 @pytest.mark.parametrize("name", ["s.csv", "s.tsv", "s.csv.gz", "s.tsv.zst"])
 def test_csv_gives_the_same_rows(name: str, tmp_path: Path) -> None:
     assert list(read_training_rows(str(write_csv(tmp_path / name, RECORDS)), {})) == ROWS

@@ -87,7 +87,9 @@ def test_packed_files_broken_anywhere_are_bad_data(folder: Path, suffix: str, da
 COLUMNS: dict[str, pa.DataType] = {
     "string": pa.string(),
     "large_string": pa.large_string(),
+    "string_view": pa.string_view(),
     "binary": pa.binary(),
+    "binary_view": pa.binary_view(),
     "int": pa.int64(),
     "float": pa.float64(),
     "bool": pa.bool_(),
@@ -105,7 +107,9 @@ COLUMNS: dict[str, pa.DataType] = {
 SAMPLES: dict[str, Any] = {
     "string": "x",
     "large_string": "x",
+    "string_view": "x",
     "binary": b"\xff\xfe",
+    "binary_view": b"\xff\xfe",
     "int": 2**62,
     "float": float("nan"),
     "bool": True,
