@@ -360,13 +360,12 @@ def estimate(
     embeds = list({(option.host, option.count): option for option in options}.values())
     best = cheapest(trains, embeds, deadline_hours)
     host, children = (best[1].host, best[1].count) if best else (TRAIN_HOST, config.embed.children)
-    ranks = children * HARDWARE[host].ranks
     found = [
         *requirements(
             work,
             shape,
             config,
-            parts=part_count(work.corpus_rows, config.embed.rows_per_part, ranks),
+            parts=part_count(work.corpus_rows, config.embed.rows_per_part, children * HARDWARE[host].ranks),
             ranks=config.embed.ranks_per_child or HARDWARE[host].ranks,
             embed_host=host,
             minutes=minutes,

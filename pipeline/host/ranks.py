@@ -230,9 +230,9 @@ class TorchrunRanks(Ranks):
     def __init__(self, launch: RankLaunch) -> None:
         self._logs = launch.folder / "torchrun"
         self._logs.mkdir()
-        first = launch.rank(0)
         super().__init__(
-            launch, Output(launch.ranks, lambda rank: neuron_launch.rank_output(self._logs, rank - first), nodes=launch.nodes)
+            launch,
+            Output(launch.ranks, lambda rank: neuron_launch.rank_output(self._logs, rank - launch.rank(0)), nodes=launch.nodes),
         )
         command = neuron_launch.torchrun_command(
             launch.program(),

@@ -135,8 +135,7 @@ class Supervisor:
         self._signal: signal.Signals | None = None
         self._started = datetime.now(timezone.utc)
         # The main node's end is the gang's, and its leader writes the checkpoint while all ranks still take part.
-        ends_itself = STAGES[stage].resumes and node.is_main
-        self._attempt_ends = time.monotonic() + deadlines.attempt_seconds if ends_itself else math.inf
+        self._attempt_ends = time.monotonic() + deadlines.attempt_seconds if STAGES[stage].resumes and node.is_main else math.inf
         self._noted: float | None = None
         self._noting = threading.Lock()
 

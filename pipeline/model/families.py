@@ -32,8 +32,8 @@ class Family:
         gated: the inner product of a layer is `config.intermediate_size` wide twice: one half is the other's gate.
         dropout: the configuration's name for the dropout of hidden states.
         unused: beginnings of names, under any prefix: parts of pretrained models that an embedding never passes through.
-        classifier: names of the two layers, with tanh between them, by which the library's model for the classification of texts
-            makes logits of the first token; None: it has others.
+        classifier: names of the two layers, with tanh between them, by which the library's classifiers of texts make logits of
+            the first token; None: they have others.
     """
 
     model: Callable[[Any], Any]
@@ -53,7 +53,7 @@ FAMILIES = {
         model=partial(BertModel, add_pooling_layer=False),
         attention=BertSelfAttention,
         token_types=True,
-        classifier=("pooler.dense", "classifier"),
+        classifier=("bert.pooler.dense", "classifier"),
     ),
     "roberta": Family(
         model=partial(RobertaModel, add_pooling_layer=False),

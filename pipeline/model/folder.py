@@ -75,6 +75,9 @@ CONFIG_FILES = (
 )
 """Files of a model folder besides its weights."""
 
+LABELS = ("id2label", "label2id", "problem_type")
+"""Settings in config.json of a classifier of transformers."""
+
 MODULE_TYPE = "sentence_transformers.models.{}"
 """These names are understood by every version of sentence-transformers."""
 
@@ -183,10 +186,16 @@ def save_folder(
         record.pop("truncate_dim", None)  # it would cut the new embeddings as it did the source's
         _write_json(folder / PROMPTS, record | (own if any(prompts.values()) else {}))
     encoder.config.save_pretrained(folder)
-    more_weights, settings = _library_classifier(encoder, weights)
-    # Weights are fp32, whatever the parent's were: transformers loads them in the type that it finds here.
-    _write_json(folder / "config.json", read_object(folder / "config.json") | {"dtype": "float32"} | settings)
-    _save(folder / WEIGHTS, _under(weights, "backbone.") | more_weights)
+    tensors, settings = _library_form(encoder, weights)
+    # Weights are fp32, whatever the parent's were: transformers loads them in the type that it finds here. And the parent may
+    # have been a classifier.
+    _write_json(
+        folder / "config.json",
+        {name: value for name, value in read_object(folder / "config.json").items() if name not in LABELS}
+        | {"dtype": "float32"}
+        | settings,
+    )
+    _save(folder / WEIGHTS, tensors)
     names = [
         "Transformer",
         "Pooling",
@@ -219,27 +228,29 @@ def save_folder(
         _save_dense(folder / paths[names.index(CUT)], torch.eye(encoder.dimension)[:dimensions], torch.zeros(dimensions))
 
 
-def _library_classifier(encoder: Encoder, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What makes a folder one for AutoModelForSequenceClassification, too: more weights, and settings of config.json.
+def _library_form(encoder: Encoder, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of WEIGHTS, and settings of config.json besides the backbone's: those of the library's backbone.
 
-    Nothing where the encoder has another form than the library's classifiers, see `Family.classifier`.
+    Where the encoder has the form of the library's classifiers, see `Family.classifier`, they are those of one.
     """
-    names, head, tasks = family_of(encoder.config).classifier, encoder.head, [*encoder.classifiers]
+    own, names, tasks = _under(weights, "backbone."), family_of(encoder.config).classifier, [*encoder.classifiers]
     if (
         not names
         or encoder.pooling != "cls"
         or encoder.normalize
         or len(tasks) != 1
-        or not isinstance(head, nn.Sequential)
-        or [*map(type, head)] != [nn.Linear, nn.Tanh]
+        or not isinstance(encoder.head, nn.Sequential)
+        or [*map(type, encoder.head)] != [nn.Linear, nn.Tanh]
         or encoder.dimension != encoder.config.hidden_size
     ):
-        return {}, {}
-    layers = zip(names, ("head.0.", f"classifiers.{tasks[0]}."), strict=True)
+        return own, {}
     classes = dict(enumerate(cast(Classifier, encoder.classifiers[tasks[0]]).classes))
-    return (
-        {f"{name}.{part}": tensor for name, own in layers for part, tensor in _under(weights, own).items()},
-        {"id2label": classes, "label2id": {name: number for number, name in classes.items()}},
+    # transformers 4 refuses a backbone's names without their prefix where those of a classifier are there.
+    found = {f"{encoder.backbone.base_model_prefix}.{name}": tensor for name, tensor in own.items()}
+    for name, prefix in zip(names, ("head.0.", f"classifiers.{tasks[0]}."), strict=True):
+        found |= {f"{name}.{part}": tensor for part, tensor in _under(weights, prefix).items()}
+    return found, dict(
+        zip(LABELS, (classes, {name: number for number, name in classes.items()}, "single_label_classification"), strict=True)
     )
 
 

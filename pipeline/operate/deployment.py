@@ -114,8 +114,9 @@ class Site:
         """A client of one service; may be used from several threads."""
         if service not in self._clients:
             with self.asking(service):
-                session = boto3.session.Session(region_name=self.region)
-                self._clients[service] = session.client(service, config=LOCAL_CONFIG if self.state else CONFIG)
+                self._clients[service] = boto3.session.Session(region_name=self.region).client(
+                    service, config=LOCAL_CONFIG if self.state else CONFIG
+                )
         return self._clients[service]
 
     def files(self, run: str) -> RunFiles:

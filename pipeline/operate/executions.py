@@ -166,8 +166,9 @@ def read_history(site: Site, arn: str, events: list[Event]) -> None:
     new: dict[int, Event] = {}
     with site.asking("the execution's history"):
         pages = site.client("stepfunctions").get_paginator("get_execution_history")
-        size = {"PageSize": NEXT_PAGE if last else FIRST_PAGE}
-        for page in pages.paginate(executionArn=arn, reverseOrder=last > 0, PaginationConfig=size):
+        for page in pages.paginate(
+            executionArn=arn, reverseOrder=last > 0, PaginationConfig={"PageSize": NEXT_PAGE if last else FIRST_PAGE}
+        ):
             new |= {event["id"]: event for event in page["events"] if event["id"] > last}
             if last and any(event["id"] <= last for event in page["events"]):
                 break

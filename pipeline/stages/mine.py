@@ -73,8 +73,11 @@ def run(context: StageContext) -> StageOutput | None:
         for shard in todo:
             mine_shard(miner, shard)
         miner.device.close()
-    others = not_mined(context.paths.bucket_root, listed.to_mine)
-    return None if others else StageOutput(metrics={"shards": len(listed.to_mine), "seconds": time.monotonic() - begun})
+    return (
+        None
+        if not_mined(context.paths.bucket_root, listed.to_mine)
+        else StageOutput(metrics={"shards": len(listed.to_mine), "seconds": time.monotonic() - begun})
+    )
 
 
 @dataclass(kw_only=True)

@@ -92,8 +92,7 @@ class PlannedRows:
         own = [(one, file) for one in shards if one.shard.setting.endswith(".holdout") for file in range(len(one.profile.files))]
         tables = (table for one, file in own for table in one.facts(file, 0, one.profile.files[file].rows))
         self._held_keys = np.concatenate([np.empty(0, np.uint64), *(table["key"].to_numpy() for table in tables)])
-        known = seen.shards
-        self.new_shards = [number for number, one in enumerate(shards) if one.shard.rows not in known]
+        self.new_shards = [number for number, one in enumerate(shards) if one.shard.rows not in seen.shards]
         self.numbers = {number: place for place, number in enumerate(self.new_shards)}
         self.rows: dict[str, int] = {}
         self.queries = self.held_texts = self.held_documents = 0
@@ -339,8 +338,9 @@ def read_rows(
             if shard.mined_profile:
                 [mined] = (found.take(own) for found in shard.mined(file, first, last))
                 lists = [joined(each, more.combine_chunks()) for each, more in zip(lists, mined.columns, strict=True)]
-            documents = table["document_hash"].to_numpy()
-            found = negative_columns(lists[0], lists[1], documents, negatives, lengths.candidate, tokenizer, *held)
+            found = negative_columns(
+                lists[0], lists[1], table["document_hash"].to_numpy(), negatives, lengths.candidate, tokenizer, *held
+            )
             for name, column in found.items():
                 table = table.append_column(name, column)
         if texts:

@@ -139,8 +139,7 @@ def is_peer_trouble(error: BaseException) -> bool:
         return False
     from torch.distributed import DistError
 
-    text = str(error).lower()
-    return isinstance(error, DistError) or any(words in text for words in PEER_TROUBLE)
+    return isinstance(error, DistError) or any(words in str(error).lower() for words in PEER_TROUBLE)
 
 
 if __name__ == "__main__":

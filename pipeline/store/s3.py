@@ -224,5 +224,9 @@ def send_file(path: Path, uri: str, content_type: str) -> None:
 
     bucket, key = split(uri)
     config = TransferConfig(multipart_threshold=MULTIPART_BYTES, multipart_chunksize=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
-    arguments = {"ContentType": content_type, **tagging(key)}
-    persistently(uri, lambda: s3_client().upload_file(str(path), bucket, key, Config=config, ExtraArgs=arguments))
+    persistently(
+        uri,
+        lambda: s3_client().upload_file(
+            str(path), bucket, key, Config=config, ExtraArgs={"ContentType": content_type, **tagging(key)}
+        ),
+    )
