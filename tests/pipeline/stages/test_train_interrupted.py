@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from safetensors.torch import load_file
 
 from pipeline import store
 from pipeline.contract import Stage
+from tests.gangs import gang
 from tests.pipeline.nodes import Node, supervise
 from tests.pipeline.stages.test_train import PlanTraining, metrics_of, train
 from tests.pipeline.training.conftest import TrainingRun, training_run
@@ -33,7 +32,7 @@ from pipeline.run.world import World
 from pipeline.stages import train
 from pipeline.training import checkpoint
 
-uri, scratch, module, function, words = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
+uri, scratch, module, function, words = sys.argv[3], Path(sys.argv[4]), *sys.argv[5:]
 place = {"store": store, "writer": checkpoint.CheckpointWriter}[module]
 real = getattr(place, function)
 def killed(*arguments, **named):
@@ -61,8 +60,8 @@ def test_killed_around_a_checkpoint_equals_uninterrupted_bit_for_bit(
     whole, broken = training_run(run="whole", steps=26), training_run(run="broken", steps=26)
     train(whole)
     (tmp_path / "scratch").mkdir()
-    command = [sys.executable, "-c", KILLED, broken.paths.root, str(tmp_path / "scratch"), *moment]
-    assert subprocess.run(command, timeout=600).returncode == -signal.SIGKILL
+    with gang(KILLED, 1, broken.paths.root, tmp_path / "scratch", *moment) as [rank]:
+        assert rank.wait() == -signal.SIGKILL, rank.complaint
     output = train(broken)
     assert output.metrics["resumed_from"] == resumed_from
     require_equal(whole, broken, tmp_path)
