@@ -43,8 +43,11 @@ def quick_check(context: StageContext, device: Device, config: HealthCheckConfig
     world = context.world
     report = NodeReport(context, uri=None, wait_seconds=config.collective_timeout_seconds)
     context.heartbeat.beat(note="quick health check")
-    by_tools = device.kind == "neuron" and world.local_rank == 0
-    tools = presence_tests(config, world.rank, world.node.nodes, idle=False, root=root) if by_tools else ()
+    tools = (
+        presence_tests(config, world.rank, world.node.nodes, idle=False, root=root)
+        if device.kind == "neuron" and world.local_rank == 0
+        else ()
+    )
     report.judge("quick-alone", [*tools, judged_product(device)], wait_seconds=2 * config.tool_timeout_seconds)
     if world.size > 1:
         with uncast():

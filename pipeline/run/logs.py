@@ -40,3 +40,5 @@ def configure_logging(where: str) -> None:
     logging.basicConfig(level=level, handlers=[handler], force=True)
     for name in TELL_TOO_MUCH:
         logging.getLogger(name).setLevel("INFO" if level == "DEBUG" else level)
+    # It tells of each build that is not there as of a failure.
+    logging.getLogger("faiss.loader").setLevel("WARNING")

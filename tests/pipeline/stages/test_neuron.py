@@ -24,9 +24,10 @@ import torch
 from pipeline import store
 from pipeline.backends.device import open_device
 from pipeline.config import build_config
+from pipeline.config.train import MineConfig
 from pipeline.contract import RunPaths, Stage, StageFailure, StageResult
 from pipeline.dataset.ids import id_hash
-from pipeline.dataset.ingested import DOCUMENTS
+from pipeline.dataset.ingested import DOCUMENTS, PAIRS, IngestedShard
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, Defect, TrnpipeError
 from pipeline.evaluation.holdout import read_holdout
@@ -36,15 +37,16 @@ from pipeline.graphs.fingerprint import missing_sets, plan_graphs, set_uri
 from pipeline.model.encoder import prepare_for_inference
 from pipeline.model.folder import inspect_folder, load_encoder, save_folder
 from pipeline.model.inference import encode
+from pipeline.model.shape import read_shape
 from pipeline.plan import EmbedPlan, RunPlan
 from pipeline.ports import free_port
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.world import World as RankWorld
-from pipeline.run_inputs import GraphsPlan, PlannedWorld
+from pipeline.run_inputs import GraphsPlan, MissingShards, PlannedWorld, Published, RunInputs
 from pipeline.sdk import compile_cache
 from pipeline.sdk.compile_cache import GraphState
-from pipeline.stages import evaluate
+from pipeline.stages import evaluate, mine
 from pipeline.stages.compile import LOADING, cached_graphs, compile_on_neuron
 from tests.pipeline.conftest import make_texts
 from tests.pipeline.ingesting import ingest, name_shard, plan_documents, tokenizer_plan
@@ -343,6 +345,52 @@ def test_embeddings_are_the_new_models(trained_run: Any, tmp_path: Path) -> None
     # In fp32 here, in bf16 there.
     assert 0.999 < (found * expected[0]).sum(axis=1).min() < 1 - 1e-6
     assert (found * expected[1]).sum(axis=1).min() < 0.99
+
+
+@pytest.mark.long
+def test_mined_negatives_are_those_of_the_processor(trained_run: Any, tmp_path: Path) -> None:
+    account, paths, plan, _ = trained_run
+    account.stage(Stage.EMBED, paths)
+    manifest, folder = f"{account.root}/published.json", store.local_folder(paths.model, tmp_path / "model")
+    store.write_json(manifest, {"parts": [{"uri": paths.part(0, 1)}], "dimension": 32})
+    tokenizer = TextTokenizer(folder)
+    shard = name_shard("pairs.jsonl", PAIRS, tokenizer=tokenizer_plan(tokenizer))
+    rows = [{"query": " ".join(text.split()[:2]), "document": text, "line": line} for line, (_, text) in enumerate(TEXTS, 1)]
+    ingest(account.root, shard, rows, tokenizer)
+
+    def mined(kind: str, precision: str) -> list[set[int]]:
+        own, mining = shard.model_copy(update={"mined": kind}), RunPaths(f"{account.root}/runs/mine-{kind}")
+        train = plan.config.train.model_copy(update={"negatives": 3, "mine": MineConfig(count=3, last=6, margin=0)})
+        inputs = RunInputs(
+            run=mining.run_id,
+            created=plan.created,
+            config=plan.config.model_copy(update={"train": train}),
+            parent=plan.parent,
+            published=Published(run=paths.run_id, folder=paths.model, sha256="", embeddings=manifest),
+            world=plan.world.model_copy(update={"kind": kind, "precision": precision}),
+            graphs=plan.graphs,
+            shape=read_shape(folder, plan.config.model),
+            tokenizer=tokenizer_plan(tokenizer),
+            shards=(own, *plan.embed.shards),
+            identity={},
+        )
+        store.write_bytes(mining.inputs, inputs.to_json())
+        missing = MissingShards(shards=(), children=1, to_mine=(own,), mine_children=1)
+        store.write_bytes(mining.missing, missing.model_dump_json().encode())
+        if kind == "neuron":
+            job = account.start(Stage.MINE, mining)
+            assert job.wait() == 0, job.log.read_text()
+            # It would tell of the builds that it did not find.
+            assert "faiss" not in job.log.read_text()
+        else:
+            mine.run(context_of(mining, Stage.MINE, tmp_path))
+        found = IngestedShard(account.root, own).mined(0, 0, len(rows))
+        return [set(negatives) for batch in found for negatives in batch["negative_hashes"].to_pylist()]
+
+    found, expected = mined("neuron", "bf16"), mined("cpu", "fp32")
+    assert sum(map(len, expected)) > len(rows)
+    # In bf16 there: documents that are about as near may change their order.
+    assert np.mean([len(one & other) / len(other) for one, other in zip(found, expected, strict=True) if other]) > 0.9
 
 
 def embeddings(folder: Path) -> np.ndarray:
