@@ -104,7 +104,7 @@ class SeenRows:
     def records(self) -> list[SeenRecord]:
         return list(in_threads(lambda run: read_record(self._bucket_root, run), self._runs))
 
-    @property
+    @cached_property
     def shards(self) -> set[str]:
         """Names of the training shards of all runs."""
         return {name for record in self.records for name in record.shards}

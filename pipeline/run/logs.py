@@ -40,5 +40,5 @@ def configure_logging(where: str) -> None:
     logging.basicConfig(level=level, handlers=[handler], force=True)
     for name in TELL_TOO_MUCH:
         logging.getLogger(name).setLevel("INFO" if level == "DEBUG" else level)
-    # It tells of each build that is not there as of a failure.
+    # It logs each build of the library that is not installed as if loading had failed.
     logging.getLogger("faiss.loader").setLevel("WARNING")

@@ -133,7 +133,7 @@ def open_miner(context: StageContext, inputs: RunInputs) -> Miner:
     assert published is not None, "prepare asks for this stage only where there is something to mine with"
     context.heartbeat.beat(note="loading the model")
     device = open_device(world.kind, world.precision, context.world, threads=config.device.threads_per_rank, inference=True)
-    # Not torch's, which are few where a device computes: it waits meanwhile.
+    # Not as many as torch has, which are few where a device computes: the device waits during the search.
     faiss.omp_set_num_threads(config.device.threads_per_rank or max(1, available_cores() // context.world.local_size))
     folder = store.local_folder(published.folder, context.scratch / "model")
     manifest = store.read_json(published.embeddings)

@@ -42,7 +42,6 @@ SHARD_ROWS = 50_000
 QUERIES = """
 import time; wall, cpu = time.time(), 0.0
 import json, sys
-from importlib.util import find_spec
 from pathlib import Path
 from pipeline.commands.search import open_search
 find = open_search(state=Path(sys.argv[1]))

@@ -380,7 +380,7 @@ def test_mined_negatives_are_those_of_the_processor(trained_run: Any, tmp_path: 
         if kind == "neuron":
             job = account.start(Stage.MINE, mining)
             assert job.wait() == 0, job.log.read_text()
-            # It would tell of the builds that it did not find.
+            # faiss logs each build of its library that is not installed.
             assert "faiss" not in job.log.read_text()
         else:
             mine.run(context_of(mining, Stage.MINE, tmp_path))
