@@ -173,4 +173,4 @@ def _add(digests: list[IdDigest], keys: Hashes) -> None:
     owners = keys >> np.uint64(64 - len(digests).bit_length() + 1)
     begins = np.flatnonzero(np.diff(owners, prepend=~owners[:1]))
     for owner, own in zip(owners[begins].tolist(), np.split(keys, begins[1:]) if len(keys) else (), strict=True):
-        digests[owner].merge(IdDigest.of(own))
+        digests[owner] = IdDigest.joined([digests[owner], IdDigest.of(own)])

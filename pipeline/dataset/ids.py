@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 MODULUS = 1 << 128
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class IdDigest:
     """Count and sum of the ids' 64-bit BLAKE2b hashes: equal for equal multisets of ids, in any order.
 
@@ -21,11 +21,6 @@ class IdDigest:
 
     count: int = 0
     total: int = 0
-
-    def merge(self, other: IdDigest) -> None:
-        """Add all ids of another digest."""
-        self.count += other.count
-        self.total = (self.total + other.total) % MODULUS
 
     def __str__(self) -> str:
         return f"{self.count}:{self.total:032x}"

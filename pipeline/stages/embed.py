@@ -390,7 +390,7 @@ def embed_window(
         # From the stored values, so that readers of the part can reproduce it.
         classified = {task: classifier.classify(embeddings[chosen]) for task, classifier in worker.classifiers.items()}
         writer.write(ids_there, embeddings[chosen], locales, texts, hashes[chosen], classified)
-    made.digest.merge(IdDigest.of(kept["key"].to_numpy()))
+    made.digest = IdDigest.joined([made.digest, IdDigest.of(kept["key"].to_numpy())])
     worker.done += len(ids)
 
 

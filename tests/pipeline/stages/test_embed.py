@@ -118,7 +118,7 @@ def test_records_describe_their_parts(plan_run: Any) -> None:
         assert (found.sha256, found.size) == (store.sha256(uri), store.stat(uri).size)
         assert (found.rows, found.fingerprint, found.model) == (part.rows, run.plan.fingerprint, output.inputs["model"].sha256)
         assert found.tokens <= found.padded_tokens
-        total.merge(IdDigest.parse(found.ids))
+        total = IdDigest.joined([total, IdDigest.parse(found.ids)])
     assert str(total) == run.plan.embed.ids
 
 

@@ -639,7 +639,7 @@ def test_the_parts_hold_every_document_once(bench: Bench) -> None:
         assert str(IdDigest.of(found["key"].to_numpy())) == part.ids
         first, last = part_range(index, 8)
         assert all(first <= key <= last for key in found["key"].to_pylist())
-        whole.merge(IdDigest.parse(part.ids))
+        whole = IdDigest.joined([whole, IdDigest.parse(part.ids)])
         seen += found["id"].to_pylist()
     assert sorted(seen) == sorted(row["id"] for row in data)
     assert str(whole) == embed.ids
