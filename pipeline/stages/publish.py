@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def run(context: StageContext) -> StageOutput:
 
     # Invariant: a reader that follows the pointer finds the manifest, so it is written first.
     store.write_json(paths.embed_manifest, manifest_of(context, model, parts))
-    quarantined = sum(part.record.quarantined for part in parts)
+    quarantined = sum(part.quarantined for part in parts)
     rows = plan.embed.rows - quarantined
     log.info("publish: %d embeddings in %d parts are complete, %d documents have none", rows, len(parts), quarantined)
     published = None
@@ -172,21 +172,9 @@ def check_verdict(context: StageContext, model: Artifact) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedPart:
-    """A part whose content matches its record and the plan.
-
-    Attributes:
-        uri: URI of the Parquet file.
-    """
-
-    index: int
-    uri: str
-    record: PartRecord
-
-
-def check_parts(context: StageContext, model: Artifact, proof: QualityProof | None = None) -> list[CheckedPart]:
-    """Read every part's ids and compare everything known about it with what is there; show the proof what the parts have.
+def check_parts(context: StageContext, model: Artifact, proof: QualityProof | None = None) -> list[PartRecord]:
+    """Return the parts' records, each with the part's URI; read every part's ids before, and compare everything known about it
+    with what is there; show the proof what the parts have.
 
     Parts have intervals of id hashes of their own, so the ids of all of them need not be compared.
 
@@ -202,13 +190,13 @@ def check_parts(context: StageContext, model: Artifact, proof: QualityProof | No
     with ThreadPoolExecutor(READERS, "parts") as readers:
         for part in readers.map(lambda index: check_part(context, model, index, deletions, proof), range(count)):
             parts.append(part)
-            rows += part.record.rows
+            rows += part.rows
             context.heartbeat.beat(rows, context.plan.embed.rows, unit="ids", note="checking the parts")
-    both = [digest for part in parts for digest in (part.record.ids, part.record.quarantined_ids)]
+    both = [digest for part in parts for digest in (part.ids, part.quarantined_ids)]
     total = IdDigest.joined(map(IdDigest.parse, both))
     if str(total) != context.plan.embed.ids:
         raise Defect("the parts do not add up to the corpus", value=f"ids {total}, expected {context.plan.embed.ids}")
-    forms = {(part.record.dimension, part.record.dtype, part.record.form) for part in parts}
+    forms = {(part.dimension, part.dtype, part.form) for part in parts}
     if len(forms) > 1:
         raise BadData(
             "parts of different form",
@@ -221,8 +209,8 @@ def check_parts(context: StageContext, model: Artifact, proof: QualityProof | No
 
 def check_part(
     context: StageContext, model: Artifact, index: int, deletions: Deletions | None, proof: QualityProof | None
-) -> CheckedPart:
-    """Check one part against its record, the plan, and what must not be published.
+) -> PartRecord:
+    """Check one part against its record, the plan, and what must not be published; return the record with the part's URI.
 
     Raises:
         MissingInput: the part or its record is absent.
@@ -256,7 +244,7 @@ def check_part(
             rule="nothing that data.delete named when the run began is published",
             remedy="start a new run",
         )
-    return CheckedPart(index=index, uri=uri, record=record)
+    return replace(record, uri=uri)
 
 
 def check_quarantine(context: StageContext, index: int, record: PartRecord) -> list[str]:
@@ -328,27 +316,31 @@ def check_ids(context: StageContext, index: int, ids: Sequence[str]) -> None:
     )
 
 
-def manifest_of(context: StageContext, model: Artifact, parts: Sequence[CheckedPart]) -> dict[str, Any]:
-    """Return `embed/manifest.json`: the whole set of embeddings, and the model that made them."""
-    embedded = IdDigest.joined(IdDigest.parse(part.record.ids) for part in parts)
+def manifest_of(context: StageContext, model: Artifact, parts: Sequence[PartRecord]) -> dict[str, Any]:
+    """Return `embed/manifest.json`: the whole set of embeddings, and the model that made them.
+
+    Args:
+        parts: as `check_parts` returns them.
+    """
+    embedded = IdDigest.joined(IdDigest.parse(part.ids) for part in parts)
     return {
         "run": context.plan.run,
         "model": {"uri": model.uri.rpartition("/")[0], "sha256": model.sha256},
-        "form": parts[0].record.form,
-        "dimension": parts[0].record.dimension,
-        "dtype": parts[0].record.dtype,
+        "form": parts[0].form,
+        "dimension": parts[0].dimension,
+        "dtype": parts[0].dtype,
         "rows": embedded.count,
         "ids": str(embedded),
         "quarantined": {
             "documents": context.plan.embed.rows - embedded.count,
-            "lists": [context.paths.part_quarantine(part.index, len(parts)) for part in parts if part.record.quarantined],
+            "lists": [context.paths.part_quarantine(index, len(parts)) for index, part in enumerate(parts) if part.quarantined],
         },
         "parts": [
             {
                 "uri": part.uri,
-                "sha256": part.record.sha256,
-                "rows": part.record.rows,
-                "quarantined": part.record.quarantined,
+                "sha256": part.sha256,
+                "rows": part.rows,
+                "quarantined": part.quarantined,
             }
             for part in parts
         ],
