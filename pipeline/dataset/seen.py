@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from pipeline import store
 from pipeline.contract import seen_uri
 from pipeline.dataset.external_sort import ExternalSort
-from pipeline.dataset.ingested import SLICES, Hashes
+from pipeline.dataset.ingested import SLICES, Hashes, slice_rows
 from pipeline.dataset.reading import in_threads, read_records
 from pipeline.dataset.row_files import read_table
 from pipeline.dataset.sampler import MASKED
@@ -159,9 +159,8 @@ def write_seen(bucket_root: str, plan: RunPlan, rows: Path, steps: int, scratch:
         for records in sort:
             versions.write(records["version"].tobytes())
             keys.write(records["key"].tobytes())
-            owners = records["key"] >> np.uint64(64 - SLICES.bit_length() + 1)
-            slices[1:] += np.bincount(owners.astype(np.int64), minlength=SLICES)
-    begins = np.cumsum(slices).tolist()
+            # Of all rows together as many come before a slice as of all partitions.
+            slices += slice_rows(records["key"])
     uri = seen_uri(bucket_root, plan.run)
     store.upload_folder(folder, uri)
     record = SeenRecord(
@@ -170,8 +169,8 @@ def write_seen(bucket_root: str, plan: RunPlan, rows: Path, steps: int, scratch:
         identity=plan.identity,
         holdout_by=plan.config.data.holdout_by,
         shards=plan.pairs,
-        slices=begins,
-        rows=begins[-1],
+        slices=slices.tolist(),
+        rows=int(slices[-1]),
         steps=steps,
     )
     store.write_bytes(store.join(uri, RECORD), record.model_dump_json().encode())
