@@ -12,6 +12,7 @@ published.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -85,6 +86,7 @@ def read_record(bucket_root: str, run: str) -> SeenRecord:
         ) from error
 
 
+@dataclass(frozen=True)
 class SeenRows:
     """The rows that some runs were trained on.
 
@@ -94,15 +96,14 @@ class SeenRows:
         cache: local folder for the versions, which are fetched once.
     """
 
-    def __init__(self, bucket_root: str, runs: Sequence[str], holdout_by: str, cache: Path | None = None) -> None:
-        self._bucket_root = bucket_root
-        self._runs = runs
-        self._holdout_by = holdout_by
-        self._cache = cache
+    bucket_root: str
+    runs: Sequence[str]
+    holdout_by: str
+    cache: Path | None = None
 
     @cached_property
     def records(self) -> list[SeenRecord]:
-        return list(in_threads(lambda run: read_record(self._bucket_root, run), self._runs))
+        return list(in_threads(lambda run: read_record(self.bucket_root, run), self.runs))
 
     @cached_property
     def shards(self) -> set[str]:
@@ -119,15 +120,15 @@ class SeenRows:
 
     @cached_property
     def _elsewhere(self) -> Hashes:
-        others = [record for record in self.records if record.holdout_by != self._holdout_by]
+        others = [record for record in self.records if record.holdout_by != self.holdout_by]
         return np.concatenate([np.empty(0, np.uint64), *(self._range(VERSIONS, record, 0, SLICES) for record in others)])
 
     def _read(self, name: str, first: int, last: int) -> list[Hashes]:
-        own = [record for record in self.records if record.holdout_by == self._holdout_by]
+        own = [record for record in self.records if record.holdout_by == self.holdout_by]
         return list(in_threads(lambda record: self._range(name, record, first, last), own))
 
     def _range(self, name: str, record: SeenRecord, first: int, last: int) -> Hashes:
-        uri, cache = store.join(seen_uri(self._bucket_root, record.run), name), self._cache if name == VERSIONS else None
+        uri, cache = store.join(seen_uri(self.bucket_root, record.run), name), self.cache if name == VERSIONS else None
         return read_records(uri, np.dtype(np.uint64), record.slices[first], record.slices[last], record.rows, cache)
 
 
