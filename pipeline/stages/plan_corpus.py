@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -187,7 +187,7 @@ def refused(shard: IngestedShard) -> int:
     return shard.profile.bad_rows + shard.token_profile.without_tokens
 
 
-class Quarantine:
+class Quarantine(AbstractContextManager["Quarantine"]):
     """Lists every refused row in a local file; on exit, also after an error, the file is uploaded.
 
     Attributes:
@@ -200,9 +200,6 @@ class Quarantine:
         self._uri = uri
         self._path = path
         self._stream = path.open("wb")
-
-    def __enter__(self) -> Quarantine:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stream.close()
