@@ -7,16 +7,15 @@ import json
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field, ValidationError
 
 from pipeline.config import RunConfig
+from pipeline.config.sections import Section
 from pipeline.contract import EAGER_KINDS
 from pipeline.errors import BadData
 
 
-class PlanSection(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
+class PlanSection(Section):
     def to_json(self) -> bytes:
         return self.model_dump_json(indent=1).encode()
 
@@ -184,7 +183,7 @@ class GraphsPlan(PlanSection):
     compiler_flags: str = ""
     infer_compiler_flags: str = ""
     cache: str = ""
-    environment: dict[str, str] = {}
+    environment: dict[str, str] = Field({})
 
 
 class EmbedModel(PlanSection):
