@@ -115,8 +115,7 @@ class Stage(str, Enum):
     PUBLISH = "publish"
     REPORT = "report"
 
-    def __str__(self) -> str:
-        return self.value
+    __str__ = str.__str__
 
 
 class Shape(str, Enum):
@@ -217,8 +216,7 @@ class Metric(str, Enum):
     COSINE = "Cosine"
     NEIGHBOUR_OVERLAP = "NeighbourOverlap"
 
-    def __str__(self) -> str:
-        return self.value
+    __str__ = str.__str__
 
 
 @dataclass(frozen=True, slots=True)
