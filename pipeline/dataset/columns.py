@@ -129,10 +129,7 @@ def resolve(uri: str, ours: Sequence[str], given: Mapping[str, str], present: Se
         found = [
             column for column in present if column.strip().casefold() in USUAL_NAMES.get(name, (name,)) and column not in taken
         ]
-        if name in given:
-            names[name] = given[name]
-        else:
-            names[name] = name if name in found or len(found) != 1 else found[0]
+        names[name] = given.get(name, found[0] if len(found) == 1 else name)
         if len(found) > 1 and name not in given and name not in found:
             raise BadData(
                 f"more than one column may be the {name}",
