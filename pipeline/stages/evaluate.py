@@ -116,9 +116,9 @@ def run(context: StageContext) -> StageOutput | None:
         drift = measure_drift(old_texts.candidates, new_texts.candidates) if context.world.is_leader else None
         if old_texts.queries.shape[1] == new_texts.queries.shape[1] and holdout.candidates:
             measured[MIXED] = measure(context, replace(models[-1], name=MIXED), replace(old_texts, queries=new_texts.queries))
-    golden = {}
-    for one in config.evaluate.sets:
-        golden[f"{GOLDEN}:{one.name}"] = compare_on(context, rows / GOLDEN / one.name, one.name, models)
+    golden = {
+        f"{GOLDEN}:{one.name}": compare_on(context, rows / GOLDEN / one.name, one.name, models) for one in config.evaluate.sets
+    }
     classified = compare_classes(context, rows, models, encoded)
     reference = None
     if plan.reference:
