@@ -232,12 +232,10 @@ def _end(record: NodeAttempt, records: Iterable[NodeAttempt], moment: datetime) 
 def _covered(spans: list[tuple[datetime, datetime]]) -> timedelta:
     """Return the length of the intervals' union."""
     total = timedelta()
-    reached: datetime | None = None
+    reached = min(spans)[0]
     for start, stop in sorted(spans):
-        begin = start if reached is None else max(start, reached)
-        if stop > begin:
-            total += stop - begin
-            reached = stop
+        total += max(stop - max(start, reached), timedelta())
+        reached = max(stop, reached)
     return total
 
 
