@@ -23,7 +23,7 @@ from pipeline.errors import BadData, MissingInput
 
 SETTING = "data.delete"
 PREFIX = "hash:"
-HASH = re.compile(r"[0-9a-f]{16}")
+HASH = re.compile(f"{PREFIX}([0-9a-f]{{16}})")
 
 
 def have_negatives(rows: pa.Table | pa.RecordBatch, hashes: pa.Array) -> NDArray[np.bool_]:
@@ -94,15 +94,14 @@ def _read_entry(at: str, line: bytes, ids: set[str], hashes: set[int]) -> None:
         entry = line.decode("utf-8-sig").strip()
     except UnicodeDecodeError:
         entry = PREFIX
-    value = entry.removeprefix(PREFIX)
-    if entry.startswith(PREFIX) and not HASH.fullmatch(value):
+    if found := HASH.fullmatch(entry):
+        hashes.add(int(found[1], 16))
+    elif entry.startswith(PREFIX):
         raise BadData(
             "an entry of a deletion list cannot be read",
             value=f"{at}: {line[:100]!r}",
             rule="each line has an id in UTF-8, or hash: and 16 hexadecimal digits in lower case",
             remedy="correct the list: no deletion is passed over",
         )
-    if entry.startswith(PREFIX):
-        hashes.add(int(value, 16))
     elif entry:
         ids.add(entry)
