@@ -58,11 +58,9 @@ def arrow_errors(uri: str) -> Iterator[None]:
     """Turn the libraries' errors about a file into bad data."""
     try:
         yield
-    except (pa.ArrowException, zlib.error, EOFError, UnicodeDecodeError) as error:
-        raise damaged(uri, first_line(error)) from error
-    except OSError as error:
+    except (pa.ArrowException, zlib.error, EOFError, UnicodeDecodeError, OSError) as error:
         # Storage errors have a cause (the store translates them); the libraries' errors about a file have none.
-        if error.__cause__ or error.errno:
+        if isinstance(error, OSError) and (error.__cause__ or error.errno):
             raise
         raise damaged(uri, first_line(error)) from error
 
