@@ -389,10 +389,11 @@ class IngestedShard:
 
     def is_ingested(self, sizes: Mapping[str, int] | None = None) -> bool:
         """Return whether rows and tokens are complete, without a row to delete; log what is damaged."""
-        if not self.has_rows(sizes) or self.lacks_deletion():
-            return False
         return (
-            _is_complete(lambda: self.token_profile, self.tokens_uri, sizes) and self.token_profile.rows_name == self.files_name
+            self.has_rows(sizes)
+            and not self.lacks_deletion()
+            and _is_complete(lambda: self.token_profile, self.tokens_uri, sizes)
+            and self.token_profile.rows_name == self.files_name
         )
 
     def _file(self, name: str) -> str:
