@@ -32,8 +32,7 @@ def ingested(paths: RunPaths, shards: Sequence[InputShard]) -> list[IngestedShar
         MissingInput: one is not ingested.
     """
     found = [IngestedShard(paths.bucket_root, shard) for shard in shards]
-    for _ in in_threads(lambda shard: (shard.profile, shard.token_profile), found):
-        pass
+    list(in_threads(lambda shard: (shard.profile, shard.token_profile), found))
     return found
 
 
