@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from pipeline import store
 from pipeline.backends.device import Device
 from pipeline.contract import RunPaths, Stage, StageResult
@@ -27,9 +25,9 @@ from pipeline.run_inputs import Published
 
 def published_vectors(
     context: StageContext, published: Published, device: Device, texts: Sequence[TokenList]
-) -> tuple[Integers, Vectors]:
+) -> tuple[Integers, Vectors] | None:
     """Return where each text's vector stands among the published model's kept ones, (N,), -1 for none; and those, (n, D) and
-    mapped into memory.
+    mapped into memory. None: none of them can be used.
 
     Args:
         device: on which the model would encode them.
@@ -54,4 +52,4 @@ def published_vectors(
     except (KeyError, IndexError, ValueError, EOFError) as error:
         reason = repr(error)
     log.info("no vectors of the published model are reused: %s", reason)
-    return np.full(len(texts), -1), np.empty((0, 0), np.float32)
+    return None

@@ -220,8 +220,7 @@ def compare_on(context: StageContext, folder: Path, name: str, models: Sequence[
     found = []
     for model in (models[-1], models[0]):
         exam = read_holdout(folder, tokens_of(context, model))
-        computed = np.full(len(exam.candidates) + len(exam.queries), -1), np.empty((0, 0), np.float32)
-        again = share_out(context, f"{name}-{model.name}", model.folder, model.form, model.size, model.device, exam, computed)
+        again = share_out(context, f"{name}-{model.name}", model.folder, model.form, model.size, model.device, exam)
         found.append(measure(context, again, share_vectors(context, again, encode_texts(context, again, 0, again.tokens))))
     return compare(found[0], found[1], exam.units, np.ones(len(exam.queries), np.bool_), context.plan.config)
 
@@ -248,8 +247,7 @@ def compare_classes(
         texts, name = encoded[model.name], f"{model.name}-texts"
         if model.holdout.classes is None:
             own_texts = read_texts(rows, tokens_of(context, model))
-            none = np.full(len(exam.queries), -1), np.empty((0, 0), np.float32)
-            model = share_out(context, name, model.folder, model.form, None, model.device, own_texts, none)
+            model = share_out(context, name, model.folder, model.form, None, model.device, own_texts)
             texts = share_vectors(context, model, encode_texts(context, model, 0, model.tokens))
         predicted.append(classify(context, replace(model, name=name), texts))
     tasks, true, scores = np.array(exam.tasks), np.asarray(exam.classes), dict[str, Any]()
@@ -363,10 +361,9 @@ def prepare(context: StageContext, device: Device, holdout: Holdout, name: str, 
         # The run's graphs have a head, and the parent has none.
         device = open_alone(context, "cpu", "fp32")
     size = read_dimensions(folder)
-    texts = texts_of(holdout)
-    known = np.full(len(texts), -1), np.empty((0, 0), np.float32)
+    known = None
     if plan.published and uri == plan.published.folder:
-        known = published_vectors(context, plan.published, device, texts)
+        known = published_vectors(context, plan.published, device, texts_of(holdout))
     elif name == "parent":
         size = size or plan.config.embed.dimensions  # to show what training has changed: its embeddings are not published
     return share_out(context, name, folder, form, size, device, holdout, known)
@@ -385,14 +382,15 @@ def share_out(
     size: int | None,
     device: Device,
     holdout: Holdout,
-    known: tuple[Integers, Vectors],
+    known: tuple[Integers, Vectors] | None = None,
 ) -> MeasuredModel:
     """Return a model with the texts of a hold-out divided among the ranks.
 
     Args:
-        known: see `published_vectors`.
+        known: see `published_vectors`; None: every vector is computed.
     """
-    world, texts, (place, vectors) = context.world, texts_of(holdout), known
+    world, texts = context.world, texts_of(holdout)
+    place, vectors = known or (np.full(len(texts), -1), np.empty((0, 0), np.float32))
     # Every rank gets as many of the long texts and of those that are computed.
     computed, taken = np.flatnonzero(place < 0), np.flatnonzero(place >= 0)
     return MeasuredModel(
