@@ -70,22 +70,14 @@ def weighted_means(values: Values, weights: Values) -> Values:
     return cast(Values, weights @ values / max(weights.sum(), 1e-300))
 
 
-def resampled_means(differences: Values, units: Units, *, samples: int, seed: int) -> Values:
-    """Return the mean difference in each resample of the units, with replacement: (samples, metrics).
+def bootstrap(differences: Values, *, samples: int, seed: int) -> tuple[Values, Values]:
+    """Return the 95 % confidence interval of the mean difference: lower and upper bounds, shape (metrics,) each.
 
     Args:
         differences: new - baseline, shape (queries, metrics). Paired: both models saw the same query, so the spread among
             queries, which is far larger than the difference, cancels out.
     """
-    return resampled(partial(weighted_means, differences), units, samples=samples, seed=seed)
-
-
-def bootstrap(differences: Values, units: Units | None = None, *, samples: int, seed: int) -> tuple[Values, Values]:
-    """Return the 95 % confidence interval of the mean difference: lower and upper bounds, shape (metrics,) each.
-
-    Args: as of `resampled_means`; units: None: each query is one.
-    """
-    means = resampled_means(differences, units or Units.single(len(differences)), samples=samples, seed=seed)
+    means = resampled(partial(weighted_means, differences), Units.single(len(differences)), samples=samples, seed=seed)
     low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
     return low, high
 

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 
-from pipeline.evaluation.statistics import ONE_SIDED, Units, bootstrap, holm, normal_share, resampled_means
+from pipeline.evaluation.statistics import (
+    ONE_SIDED,
+    Units,
+    Values,
+    bootstrap,
+    holm,
+    normal_share,
+    resampled,
+    weighted_means,
+)
+
+
+def resampled_means(differences: Values, units: Units, **drawn: Any) -> Values:
+    return resampled(partial(weighted_means, differences), units, **drawn)
 
 
 def test_interval_covers_the_true_mean_about_as_often_as_it_says() -> None:
