@@ -10,8 +10,9 @@ import io
 import os
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -201,18 +202,15 @@ def pieces(uri: str, size: int, etag: str) -> Iterator[bytes]:
                 return stream.readall()
 
     bucket, key = split(uri)
-    waiting: deque[Future[bytes]] = deque()
+    starts = iter(range(0, size, PIECE_BYTES))
     with ThreadPoolExecutor(PIECES_AT_ONCE, "download") as pool:
+        waiting = deque(pool.submit(fetch, start) for start in islice(starts, PIECES_AHEAD))
         try:
-            for start in range(0, size, PIECE_BYTES):
-                waiting.append(pool.submit(fetch, start))
-                if len(waiting) == PIECES_AHEAD:
-                    yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
+                waiting.extend(pool.submit(fetch, start) for start in islice(starts, 1))
         finally:
-            for future in waiting:
-                future.cancel()
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def send_file(path: Path, uri: str, content_type: str) -> None:
