@@ -356,8 +356,7 @@ def _each_file(folder: Path, uri: str, send: Callable[[Path, str], SentT]) -> di
     with ThreadPoolExecutor(UPLOADS_AT_ONCE, "upload") as pool:
         futures = {name: pool.submit(send, folder / name, join(uri, name)) for name in names}
         done, _ = wait(futures.values(), return_when=FIRST_EXCEPTION)
-        for future in futures.values():
-            future.cancel()
+        pool.shutdown(wait=False, cancel_futures=True)
         for failed in filter(Future.exception, done):
             failed.result()
         return {name: future.result() for name, future in futures.items()}
