@@ -147,6 +147,8 @@ class ObjectStream(io.RawIOBase):
             if self._body is None:
                 self._body = self._open()
             data: bytes = self._body.read(wanted)
+            if not data:
+                raise IncompleteReadError(actual_bytes=self._position, expected_bytes=self._stop)
         except OSError as error:
             self._drop()
             # smart_open's own: it holds S3's answer, or says that smart_open gave up reconnecting.
@@ -157,9 +159,6 @@ class ObjectStream(io.RawIOBase):
         except BaseException:
             self._drop()
             raise
-        if not data:
-            self._drop()
-            raise IncompleteReadError(actual_bytes=self._position, expected_bytes=self._stop)
         return data
 
     def _open(self) -> Any:
