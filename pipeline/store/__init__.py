@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar, cast
 
@@ -443,8 +444,7 @@ def _one_version(uri: str) -> Iterator[None]:
 
 
 def _chunks(stream: IO[bytes]) -> Iterator[bytes]:
-    while chunk := stream.read(CHUNK_BYTES):
-        yield chunk
+    return iter(partial(stream.read, CHUNK_BYTES), b"")
 
 
 def _counted(chunks: Iterator[bytes], beat: Callable[[int], None]) -> Iterator[bytes]:
