@@ -344,12 +344,11 @@ def _state(names: set[str]) -> GraphState:
 
 
 def compiler_log(cache: str, key: str) -> list[str]:
-    """Return the compiler's last lines about a failed graph, empty where it left none."""
+    """Return the compiler's lines about a failed graph, empty where it left none."""
     try:
-        text = store.read_bytes(store.join(cache, key, LOG_FILE)).decode("utf-8", "replace")
+        return store.read_bytes(store.join(cache, key, LOG_FILE)).decode("utf-8", "replace").splitlines()
     except MissingInput:
         return []
-    return [line for line in text.splitlines() if line.strip()][-WORDS_KEPT:]
 
 
 def clear_locks(cache: str, *, in_use: bool) -> list[str]:
