@@ -161,9 +161,8 @@ def torchrun_command(
 
 def rank_output(log_dir: Path, local_rank: int) -> tuple[Path, Path] | None:
     """Return torchrun's files (torch 2.9, DefaultLogsSpecs) of a rank's stdout and stderr; None before it starts ranks."""
-    for attempt in log_dir.glob("*/attempt_0"):
-        return attempt / str(local_rank) / "stdout.log", attempt / str(local_rank) / "stderr.log"
-    return None
+    folders = (attempt / str(local_rank) for attempt in log_dir.glob("*/attempt_0"))
+    return next(((folder / "stdout.log", folder / "stderr.log") for folder in folders), None)
 
 
 FAILED_RANK = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+) \(pid: \d+\)")
