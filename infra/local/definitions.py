@@ -52,10 +52,8 @@ class RetryStrategy:
             status_reason: the attempt's, e.g. `Host EC2 (instance i-...) terminated.`.
         """
         texts = {"onExitCode": "" if exit_code is None else str(exit_code), "onReason": reason, "onStatusReason": status_reason}
-        for rule in self.rules:
-            if all(fnmatchcase(text, rule.get(key, "*")) for key, text in texts.items()):
-                return rule["action"].upper() == "RETRY"
-        return True
+        fitting = (rule for rule in self.rules if all(fnmatchcase(text, rule.get(key, "*")) for key, text in texts.items()))
+        return next((rule["action"].upper() == "RETRY" for rule in fitting), True)
 
     @classmethod
     def parse(cls, properties: Mapping[str, Any]) -> RetryStrategy:
