@@ -225,10 +225,9 @@ def named(things: Sequence[Named], wanted: str, kind: str) -> Named:
     Raises:
         ClientError: there is none.
     """
-    for thing in things:
-        if wanted in (thing.arn, thing.name):
-            return thing
-    raise ClientError(f"{kind} {wanted!r} does not exist")
+    if (found := next((thing for thing in things if wanted in (thing.arn, thing.name)), None)) is None:
+        raise ClientError(f"{kind} {wanted!r} does not exist")
+    return found
 
 
 def milliseconds() -> int:
