@@ -16,9 +16,8 @@ from rich.table import Column, Table
 from pipeline.commands.terminal import clock, right, say
 from pipeline.contract import GATE_REFUSED, RunPaths, Stage, StageFailure, history_uri
 from pipeline.errors import ExitCode, TrnpipeError, plain, shown
-from pipeline.operate import run_files
 from pipeline.operate.progress import StageLine, Tracker
-from pipeline.operate.run_files import IN_FOLDER, RunFiles, number, read_metrics
+from pipeline.operate.run_files import IN_FOLDER, RunFiles, number, read_failure, read_metrics
 
 ERROR_CODES = {
     GATE_REFUSED: ExitCode.GATE_REFUSED,
@@ -81,12 +80,6 @@ def _unexplained(execution: Mapping[str, Any]) -> ExitCode:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return ExitCode.DEFECT
     return ExitCode.TRANSIENT if not ended or ended[-1] is None else ExitCode.of(ended[-1])
-
-
-def read_failure(files: RunFiles, stage: Stage, started: datetime) -> StageFailure | None:
-    """Return the stage's failure file, if this execution wrote it."""
-    failure = run_files.read_failure(files, stage)
-    return None if failure and failure.time and datetime.fromisoformat(failure.time) < started else failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

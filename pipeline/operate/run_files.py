@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -120,9 +121,10 @@ def read_metrics(files: RunFiles, stage: Stage) -> dict[str, Any]:
     return result.metrics if result is not None else {}
 
 
-def read_failure(files: RunFiles, stage: Stage) -> StageFailure | None:
-    """Return why a stage's newest attempt failed, None if no record says so."""
-    return _record(files, IN_FOLDER.failure(stage), StageFailure)
+def read_failure(files: RunFiles, stage: Stage, since: datetime | None = None) -> StageFailure | None:
+    """Return why a stage's newest attempt failed, None if no record says so, or if it is of an execution before `since`."""
+    failure = _record(files, IN_FOLDER.failure(stage), StageFailure)
+    return None if failure and since and failure.time and datetime.fromisoformat(failure.time) < since else failure
 
 
 def _record(files: RunFiles, name: str, kind: type[R]) -> R | None:
