@@ -57,9 +57,8 @@ class Network(Construct):
         self.host_group = ec2.SecurityGroup(
             self, "Host", vpc=self.vpc, description="Hosts and tasks that work alone", allow_all_outbound=False
         )
-        for group in (self.host_group, self.efa_group, self.gang_group):
-            if group is not None:
-                _allow_egress(group, settings.vpc)
+        for group in filter(None, (self.host_group, self.efa_group, self.gang_group)):
+            _allow_egress(group, settings.vpc)
         if existing is None:
             self.vpc.add_flow_log(
                 "FlowLog",
