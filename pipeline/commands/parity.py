@@ -339,18 +339,15 @@ def _evaluations(a: RunPaths, b: RunPaths) -> Iterator[Evaluation]:
             rule="training leaves a file per evaluation in train/validation",
             remedy="repeat the runs with this version",
         )
+    files: list[tuple[str, str, int | None]] = [(a.validation(step), b.validation(step), step) for step in sorted(steps_a)]
+    if all(store.exists(run.query_values) for run in (a, b)):
+        files.append((a.query_values, b.query_values, None))
     with tempfile.TemporaryDirectory(prefix="trnpipe-parity-") as scratch:
-
-        def compare(uri_a: str, uri_b: str, step: int | None) -> Evaluation:
+        for uri_a, uri_b, step in files:
             first, second = (
                 QueryValues.read(store.local_file(uri, Path(scratch) / name)) for name, uri in (("a", uri_a), ("b", uri_b))
             )
-            return compare_values(first, second, step)
-
-        for step in sorted(steps_a):
-            yield compare(a.validation(step), b.validation(step), step)
-        if all(store.exists(run.query_values) for run in (a, b)):
-            yield compare(a.query_values, b.query_values, None)
+            yield compare_values(first, second, step)
 
 
 def _validation_steps(run: RunPaths) -> set[int]:
