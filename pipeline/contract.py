@@ -1,7 +1,6 @@
 """The contract of the stages, the infrastructure and the operator commands: stages, run folder, result files.
 
-It names all that crosses a process boundary, in the words of docs/glossary.md. It loads no framework, because `cdk synth` and the
-local Batch runner import it.
+It names all that crosses a process boundary, in the words of docs/glossary.md. `cdk synth` imports it, so it loads no framework.
 """
 
 from __future__ import annotations
@@ -290,6 +289,8 @@ METRICS: dict[Metric, MetricSpec] = {
 
 EAGER_KINDS = ("cpu", "cuda")
 """Device types that run every operation at once, in any shape. All others compile graphs, one per shape."""
+HOST_KINDS = ("cpu", "xla")
+"""Device types that compute on the host's processor, in its memory."""
 
 JOBS_AT_ONCE = 100
 """Jobs, or job definitions, that Batch describes in one request at most (API reference)."""

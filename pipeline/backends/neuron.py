@@ -8,13 +8,15 @@ the graph: one compilation per shape serves every week's model. Written against 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch_xla.runtime as xr
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.backends.device import EncodeFunction, ModuleT, resolve_precision
 from pipeline.backends.eager import EagerDevice
@@ -104,6 +106,23 @@ def open_inference_device(precision: str, world: World, *, timeout_seconds: int)
     require_neuron()
     precision = resolve_precision("neuron", precision)
     return NeuronInference(torch.device("cpu"), precision, world, backend="gloo", timeout_seconds=timeout_seconds)
+
+
+def traced_function(
+    function: Callable[..., Any], example: tuple[Tensor, ...], path: Path, *, flags: Sequence[str]
+) -> Callable[..., Any]:
+    """Compile a function without weights and load it onto this process's core.
+
+    Args:
+        example: its inputs on the host: other shapes are refused.
+        path: of a new file for the traced form.
+        flags: neuronx-cc's.
+    """
+    import torch_neuronx
+
+    # On the host's processor, and then from the file: what is loaded goes to a core.
+    torch.jit.save(torch_neuronx.trace(function, example, compiler_args=list(flags), cpu_backend=True), str(path))  # type: ignore[no-untyped-call]
+    return cast(Callable[..., Any], torch.jit.load(str(path)))  # type: ignore[no-untyped-call]
 
 
 def require_neuron() -> None:

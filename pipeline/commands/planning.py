@@ -21,12 +21,11 @@ from rich.text import Text
 from pipeline import store
 from pipeline.commands.terminal import left, right, simple_table
 from pipeline.config import RunConfig, build_config
-from pipeline.contract import RunPaths, check_run_folder
+from pipeline.contract import HOST_KINDS, RunPaths, check_run_folder
 from pipeline.cost import CURRENCY, HARDWARE, INSTANCE_HOUR, REGIONS
 from pipeline.dataset.steps import step_bins
 from pipeline.errors import BadConfig
 from pipeline.estimate.memory import (
-    HOST_KINDS,
     TRAIN_HOST,
     Budget,
     MemoryCapacity,

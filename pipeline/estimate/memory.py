@@ -17,13 +17,10 @@ from typing import Any
 
 from pipeline.config import RunConfig
 from pipeline.config.sections import PREFETCH_BATCHES
-from pipeline.contract import EAGER_KINDS
+from pipeline.contract import EAGER_KINDS, HOST_KINDS
 from pipeline.cost import HARDWARE
 from pipeline.errors import BadConfig
 from pipeline.run_inputs import ModelShape, PlannedWorld
-
-HOST_KINDS = ("cpu", "xla")
-"""Device types that compute in the host's memory."""
 
 Items = dict[str, int]
 """Purpose of the memory -> bytes."""

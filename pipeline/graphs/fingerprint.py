@@ -122,6 +122,11 @@ def training_flags(config: CompileConfig, precision: str) -> list[str]:
     return _flags(config, config.target, config.training_cast(precision), config.auto_cast_type)
 
 
+def exact_flags(config: CompileConfig) -> list[str]:
+    """Return neuronx-cc's flags for a graph in fp32 on hosts that embed."""
+    return _flags(config, config.infer_target, "none", "")
+
+
 def _flags(config: CompileConfig, target: str, cast: str, cast_type: str) -> list[str]:
     """Return flags of SDK 2.29.1 (neuronx-cc CLI reference); no other code builds them.
 

@@ -3,8 +3,8 @@ a row's query, and that no row calls relevant to it.
 
 Reads `prepare/inputs.json`, `prepare/missing.json`, the ingested shards and the published embeddings; writes `mined`
 (pipeline/dataset/ingested), where plan finds them in this run and in those to come. The device encodes queries and their own
-documents; FAISS compares every query with every published embedding, exactly, on the host. What is complete is left alone. The
-child that finds the shards of all children complete speaks for the stage.
+documents, and compares every query with every published embedding, exactly; FAISS does so where the device is the host's
+processor. What is complete is left alone. The child that finds the shards of all children complete speaks for the stage.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 
 from pipeline import store
 from pipeline.backends.device import Device, EncodeFunction, open_device
+from pipeline.config.train import MineConfig
+from pipeline.contract import HOST_KINDS
 from pipeline.dataset.corpus import DOCUMENT_TOKENS, CorpusReader
 from pipeline.dataset.ids import id_hashes
 from pipeline.dataset.ingested import (
@@ -44,8 +46,10 @@ from pipeline.dataset.parts import embeddings_of, read_batches
 from pipeline.dataset.row_files import Lengths
 from pipeline.dataset.selection import holdout_slices
 from pipeline.dataset.tokens import cut
+from pipeline.evaluation.device_search import DeviceSearch
 from pipeline.evaluation.vectors import Vectors, shortened
 from pipeline.graphs.compiled import encode_function
+from pipeline.graphs.fingerprint import exact_flags
 from pipeline.host.host import available_cores
 from pipeline.log import log
 from pipeline.model.folder import load_encoder, own_form
@@ -87,6 +91,8 @@ class Miner:
     Attributes:
         parts: URIs of the published parts.
         dimension: of the published embeddings.
+        depth: documents of each query that are looked at: the wanted ranks, and room for relevant ones.
+        search: on the device; None where FAISS searches.
     """
 
     context: StageContext
@@ -95,6 +101,9 @@ class Miner:
     encode_with: EncodeFunction
     parts: list[str]
     dimension: int
+    mine: MineConfig
+    depth: int
+    search: DeviceSearch | None
     done: int = 0
 
     @cached_property
@@ -129,14 +138,20 @@ class Miner:
 
 def open_miner(context: StageContext, inputs: RunInputs) -> Miner:
     """Load the published model onto this process's device."""
-    config, world, published = inputs.config, inputs.world, inputs.published
-    assert published is not None, "prepare asks for this stage only where there is something to mine with"
+    config, world, published, mine = inputs.config, inputs.world, inputs.published, inputs.config.train.mine
+    assert published, "prepare asks for this stage only where there is something to mine with"
+    assert mine, "and only where it is wanted"
     context.heartbeat.beat(note="loading the model")
     device = open_device(world.kind, world.precision, context.world, threads=config.device.threads_per_rank, inference=True)
     # Not as many as torch has, which are few where a device computes: the device waits during the search.
     faiss.omp_set_num_threads(config.device.threads_per_rank or max(1, available_cores() // context.world.local_size))
     folder = store.local_folder(published.folder, context.scratch / "model")
-    manifest = store.read_json(published.embeddings)
+    manifest, depth = store.read_json(published.embeddings), mine.last + RELEVANT
+    search = None
+    if device.kind not in HOST_KINDS:
+        context.heartbeat.beat(note="compiling the search")
+        path = context.scratch / f"search-{context.world.local_rank}.pt"
+        search = DeviceSearch(device, manifest["dimension"], depth, exact_flags(config.compile), path)
     return Miner(
         context=context,
         inputs=inputs,
@@ -144,6 +159,9 @@ def open_miner(context: StageContext, inputs: RunInputs) -> Miner:
         encode_with=encode_function(context, device, load_encoder(folder, own_form(folder, config.model)), inputs),
         parts=[part["uri"] for part in manifest["parts"]],
         dimension=manifest["dimension"],
+        mine=mine,
+        depth=depth,
+        search=search,
     )
 
 
@@ -207,14 +225,14 @@ def search(miner: Miner, queries: Vectors, own: NDArray[np.float32], facts: pa.T
     Returns:
         Of each negative its row, ascending; the hash of its id; and that of its text.
     """
-    mine, data = miner.inputs.config.train.mine, miner.inputs.config.data
-    assert mine is not None
-    depth, keys, hashes = mine.last + RELEVANT, [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
-    best = faiss.ResultHeap(len(queries), depth, keep_max=True)
+    mine, data = miner.mine, miner.inputs.config.data
+    keys, hashes = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
+    best = faiss.ResultHeap(len(queries), miner.depth, keep_max=True)
+    add = partial(miner.search.add, best, miner.search.blocks(queries)) if miner.search else partial(keep_best, best, queries)
     for uri in miner.parts:
         path = store.local_file(uri, miner.context.scratch / f"parts-{miner.context.world.local_rank}")
         for batch in read_batches(path, ["id", "embedding", "document_hash"]):
-            keep_best(best, queries, embeddings_of(batch).astype(np.float32), sum(map(len, keys)))
+            add(embeddings_of(batch).astype(np.float32), sum(map(len, keys)))
             keys.append(id_hashes(batch["id"].to_pylist()))
             hashes.append(batch["document_hash"].to_numpy())
             miner.beat("searching the published embeddings")

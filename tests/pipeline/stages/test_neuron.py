@@ -382,6 +382,8 @@ def test_mined_negatives_are_those_of_the_processor(trained_run: Any, tmp_path: 
             assert job.wait() == 0, job.log.read_text()
             # faiss logs each build of its library that is not installed.
             assert "faiss" not in job.log.read_text()
+            # The search is the core's: it was traced.
+            assert "Compiler status PASS" in job.log.read_text()
         else:
             mine.run(context_of(mining, Stage.MINE, tmp_path))
         found = IngestedShard(account.root, own).mined(0, 0, len(rows))

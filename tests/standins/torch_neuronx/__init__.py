@@ -46,6 +46,13 @@ class _Executable(nn.Module):
         return self.traced(tokens, segments, positions)
 
 
+@torch.jit.script
+def _of_shape(given: Tensor, shape: list[int]) -> Tensor:
+    if list(given.shape) != shape:
+        raise RuntimeError("the executable was compiled for another shape")
+    return given
+
+
 def trace(
     func: nn.Module | Callable[..., Tensor],
     example_inputs: tuple[Tensor, ...],
@@ -62,9 +69,11 @@ def trace(
         raise RuntimeError("If you want to compile on CPU, please supply compiler argument target")
     if "STANDIN_NO_TRACE" in os.environ:
         raise RuntimeError("nothing is to be traced here")
-    traced = torch.jit.trace(func, example_inputs)
+    print("Compiler status PASS", flush=True)
     if not isinstance(func, nn.Module):
-        return traced
+        shapes = [list(example.shape) for example in example_inputs]
+        return torch.jit.trace(lambda *inputs: func(*map(_of_shape, inputs, shapes)), example_inputs)
+    traced = torch.jit.trace(func, example_inputs)
     shape, split = list(example_inputs[0].shape), not inline_weights_to_neff
     return torch.jit.script(_Executable(traced, list(func.state_dict()), shape, list(compiler_args), split))
 
