@@ -326,7 +326,7 @@ def _parquet_records(uri: str, path: str, columns: Columns) -> Iterator[Records]
         listed = [
             name
             for name, kind in ((name, schema.field(name).type) for name in present if name == columns.names.get("negatives"))
-            if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_text(kind.value_type)
+            if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_text(_read_as(kind.value_type))
         ]
         nested = {name: schema.field(name).type for name in present if schema.field(name).type.num_fields and name not in listed}
         wanted = [name for name in present if name not in nested]
@@ -336,7 +336,7 @@ def _parquet_records(uri: str, path: str, columns: Columns) -> Iterator[Records]
             size, count = metadata.row_group(group).total_byte_size, metadata.row_group(group).num_rows
             rows = max(1, min(PARQUET_BATCH_ROWS, PARQUET_BATCH_BYTES * count // max(size, 1)))
             for batch in file.iter_batches(rows, row_groups=[group], columns=wanted):
-                batch = batch.cast(pa.schema([field.with_type(VIEWS.get(field.type, field.type)) for field in batch.schema]))
+                batch = batch.cast(pa.schema([field.with_type(_read_as(field.type)) for field in batch.schema]))
                 lines = line + 1 + np.arange(len(batch))
                 good = sum((_text_lengths(column) for column in batch.columns), np.zeros(len(batch), np.int64)) <= MAX_ROW_BYTES
                 refused = [
@@ -345,6 +345,13 @@ def _parquet_records(uri: str, path: str, columns: Columns) -> Iterator[Records]
                 ]
                 yield _arrow_records(uri, lines[good], batch if good.all() else batch.filter(pa.array(good)), refused, nested)
                 line += len(batch)
+
+
+def _read_as(kind: pa.DataType) -> pa.DataType:
+    """Return the type that values, or lists of them, are read as."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return pa.list_(_read_as(kind.value_type))
+    return VIEWS.get(kind, kind)
 
 
 def _is_text(kind: pa.DataType) -> bool:

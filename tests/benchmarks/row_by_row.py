@@ -485,13 +485,15 @@ def _batches(file: pq.ParquetFile, dictionaries: pq.ParquetFile, columns: Sequen
         mean = row_group.total_byte_size // max(row_group.num_rows, 1)
         rows = max(1, min(PARQUET_BATCH_ROWS, PARQUET_BATCH_BYTES // max(largest, mean)))
         for batch in file.iter_batches(rows, row_groups=[group], columns=columns):
-            yield pa.record_batch([_without_view(column) for column in batch.columns], names=batch.schema.names)
+            yield pa.record_batch([column.cast(_without_view(column.type)) for column in batch.columns], names=batch.schema.names)
 
 
-def _without_view(column: pa.Array) -> pa.Array:
-    if pa.types.is_string_view(column.type):
-        return column.cast(pa.large_string())
-    return column.cast(pa.large_binary()) if pa.types.is_binary_view(column.type) else column
+def _without_view(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return pa.list_(_without_view(kind.value_type))
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    return pa.large_binary() if pa.types.is_binary_view(kind) else kind
 
 
 def _is_dictionary(column: pa.Array) -> bool:
@@ -503,7 +505,7 @@ def _is_list(kind: pa.DataType) -> bool:
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         return False
     item = kind.value_type
-    return is_text(item.value_type if pa.types.is_dictionary(item) else item)
+    return is_text(_without_view(item.value_type if pa.types.is_dictionary(item) else item))
 
 
 def is_text(kind: pa.DataType) -> bool:

@@ -89,6 +89,16 @@ def test_parquet_has_several_types_of_text(text: pa.DataType, tmp_path: Path) ->
     assert list(read_training_rows(str(path), {})) == ROWS
 
 
+@pytest.mark.parametrize("text", [pa.string(), pa.large_string(), pa.string_view(), pa.binary_view()], ids=str)
+@pytest.mark.parametrize("listed", [pa.list_, pa.large_list])
+def test_parquet_has_several_types_of_negatives(listed: Any, text: pa.DataType, tmp_path: Path) -> None:
+    path = tmp_path / "s.parquet"
+    given = [["one", "two"], None, ["three"]]
+    texts = pa.array(["a", "b", "c"], text)
+    pq.write_table(pa.table({"query": texts, "document": texts, "negatives": pa.array(given, listed(text))}), path)
+    assert [row.negatives for row in read_training_rows(str(path), {})] == [("one", "two"), (), ("three",)]
+
+
 @pytest.mark.parametrize("name", ["s.csv", "s.tsv", "s.csv.gz", "s.tsv.zst"])
 def test_csv_gives_the_same_rows(name: str, tmp_path: Path) -> None:
     assert list(read_training_rows(str(write_csv(tmp_path / name, RECORDS)), {})) == ROWS
