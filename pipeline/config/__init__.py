@@ -204,8 +204,12 @@ class RunConfig(Section):
             f"the slice {rule.slice} has no {rule.metric}"
             for rule in self.gate.guardrails
             if rule.slice != "task:*"
-            and (rule.metric in ("accuracy", "macro-f1")) != (rule.slice.removeprefix("task:") in self.train.classes)
-            and (rule.slice.startswith("task:") or not self.classifies_only)
+            and (rule.metric in ("accuracy", "macro-f1"))
+            != (
+                rule.slice.removeprefix("task:") in self.train.classes
+                or (self.classifies_only and rule.slice.startswith(("locale:", "fresh")))
+            )
+            and not (self.classifies_only and rule in GateConfig().guardrails)
         ]
         refuse_if(
             wrong,

@@ -48,7 +48,8 @@ def class_numbers(
                     f"rows of this file by other class: {_other_classes(shard, task, names)}",
                 ],
                 rule=f"the document of such a row is one of train.tasks.{task}.classes: {', '.join(names)}",
-                remedy="add the class there, correct the rows, or name a class that is no more, as hash:DIGITS, in data.delete",
+                remedy="add the class there, or correct the rows; or name a class that is no more, as hash:DIGITS, in "
+                "data.delete, which also takes out whatever else is this text: queries, documents and classes of other tasks",
             )
     return found
 

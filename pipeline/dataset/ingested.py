@@ -144,6 +144,11 @@ def mixed(values: Hashes) -> Hashes:
     return values ^ (values >> np.uint64(31))
 
 
+def pair_hashes(first: Hashes, second: Hashes) -> Hashes:
+    """Return a hash of each pair of hashes."""
+    return mixed(mixed(first) ^ second)
+
+
 def string_hashes(column: pa.Array | pa.ChunkedArray) -> Hashes:
     """Return a hash of each value of a column with few distinct ones; of null too."""
     encoded = (column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column).dictionary_encode()

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.dataset.ingested import SLICES, Hashes, mixed, string_hashes
+from pipeline.dataset.ingested import SLICES, Hashes, mixed, pair_hashes, string_hashes
 from pipeline.dataset.tokens import cut
 from pipeline.run_inputs import TokenizerPlan
 
@@ -55,7 +55,8 @@ def negative_columns(
 ) -> dict[str, pa.Array]:
     """Return the columns of `train.arrow` with each row's first negatives, see pipeline/dataset/row_files.row_schemas.
 
-    Left out are texts without tokens, a row's own document, and documents that are held out: no model may be trained on them.
+    Left out are texts without tokens, texts that come before, a row's own document, and documents that are held out: no model
+    may be trained on them.
 
     Args:
         tokens, hashes: of the negatives of each row.
@@ -69,7 +70,10 @@ def negative_columns(
     lengths = pc.list_value_length(hashes).to_numpy()
     rows = np.repeat(np.arange(len(own)), lengths)
     free = (values // np.uint64((1 << 64) // SLICES) >= held) & ~np.isin(values // np.uint64(SLICES), held_keys)
-    good = np.asarray(texts.is_valid()) & (values != own[rows]) & free
+    places = np.flatnonzero(np.asarray(texts.is_valid()) & (values != own[rows]) & free)
+    # Of the same text several times, the first one.
+    first = np.unique(pair_hashes(rows[places].astype(np.uint64), values[places]), return_index=True)[1]
+    good = np.isin(np.arange(len(rows)), places[first])
     before = np.concatenate([[0], np.cumsum(good)])
     place = before[:-1] - before[np.cumsum(lengths) - lengths][rows]
     # Behind the last one, what a row without a negative gets.

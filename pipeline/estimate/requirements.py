@@ -19,7 +19,7 @@ from pipeline.estimate.workload import Workload
 from pipeline.evaluation.gate import needed_queries
 from pipeline.run_inputs import ModelShape
 
-CANDIDATE_BYTES, QUERY_BYTES, RANKING_BYTES = 256, 512, 5120
+CANDIDATE_BYTES, QUERY_BYTES, RANKING_BYTES = 256, 1024, 5120
 """In each rank of evaluate: a candidate; a query. In one of the ranks: a query's best candidates while they are measured."""
 
 HASH_BYTES = 16

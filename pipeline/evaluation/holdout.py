@@ -5,8 +5,10 @@ Reads `holdout.arrow`, `candidates.arrow` and `known.arrow`, which are mapped in
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,12 +18,12 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.config import RunConfig
-from pipeline.dataset.ids import id_hashes
+from pipeline.dataset.ids import id_hash, id_hashes
 from pipeline.dataset.row_files import CLASSES, HOLDOUT_FILES, KNOWN, read_table
 from pipeline.errors import BadData
 from pipeline.evaluation.query_values import QueryKey
 from pipeline.evaluation.retrieval_metrics import Relevant
-from pipeline.evaluation.statistics import Units
+from pipeline.evaluation.statistics import Integers, Units
 
 if TYPE_CHECKING:
     from pipeline.model.inference import TokenList  # publish needs no framework
@@ -32,14 +34,15 @@ class Holdout:
     """Distinct queries with their relevant documents among the candidates; or distinct texts with their classes.
 
     Attributes:
-        keys: per query, what it is known by in other runs: the hash of its text (of text and task where it is classified), and
-            its locale (None where rows have none).
+        keys: per query, what it is known by in other runs: the hash of its text (of text and task where rows have one), and its
+            locale (None where rows have none).
         queries: token ids of each query, or classified text.
         candidates: token ids of each candidate document.
         relevant: the relevant candidates of each query.
-        known: other candidates that are relevant: of rows that are not held out. They count neither as found nor as wrong.
+        known: other candidates that are relevant to the text: of rows that are not held out, or of another task. They count
+            neither as found nor as wrong.
         units: what was held out together (documents, if not queries or groups): the queries of each.
-        tasks: (queries,) task of each query's first row, None where rows have none.
+        tasks: (queries,) task of each query, None where rows have none.
         fresh: (queries,) whether a relevant document comes from a shard that no earlier run had; None where queries are made up.
         classes: (queries,) the number of each text's class in the classes of its task. None: queries search documents.
     """
@@ -105,7 +108,7 @@ def read_holdout(folder: Path, within: str = "", *, most: int | None = None) -> 
 
 
 def join_holdout(holdout: pa.Table, candidates: pa.Table, known: pa.Table, most: int | None = None) -> Holdout:
-    """Group the hold-out's rows into distinct queries (text and locale), in the order of their hashes and locales.
+    """Group the hold-out's rows into distinct queries (text, locale and task), in the order of their hashes, locales and tasks.
 
     A query without a relevant document does not count. Of equal pairs the largest label is the gain.
 
@@ -122,8 +125,9 @@ def join_holdout(holdout: pa.Table, candidates: pa.Table, known: pa.Table, most:
     labels = holdout["label"].to_numpy().astype(np.float64)
     # The largest gain first: it is the first of equal pairs.
     rows = np.argsort(-labels, kind="stable")[: np.count_nonzero(labels > 0)]
-    names, locale = np.unique(pc.fill_null(holdout["locale"], "").to_numpy().astype(str), return_inverse=True)
-    both = np.stack([holdout["query_hash"].to_numpy(), locale.astype(np.uint64)], axis=1)
+    columns = [pc.fill_null(holdout[name], "").to_numpy().astype(str) for name in ("locale", "task")]
+    names, name = np.unique(np.rec.fromarrays(columns), return_inverse=True)
+    both = np.stack([holdout["query_hash"].to_numpy(), name.astype(np.uint64)], axis=1)
     keys, firsts, query = np.unique(both[rows], axis=0, return_index=True, return_inverse=True)
     if not len(keys):
         raise BadData("the hold-out has no query with a relevant document", remedy="raise data.holdout_fraction")
@@ -136,13 +140,15 @@ def join_holdout(holdout: pa.Table, candidates: pa.Table, known: pa.Table, most:
     fresh = np.zeros(len(keys), np.bool_)
     fresh[query[np.asarray(holdout["new"])[rows]]] = True
     pairs, best = np.unique(np.stack([query, place], axis=1), axis=0, return_index=True)
-    named = tuple((value, str(names[number]) or None) for value, number in keys.tolist())
+    named = [(value, *names[number].tolist()) for value, number in keys.tolist()]
+    texts = [(value, locale) for value, locale, _ in named]
     return Holdout(
-        keys=named,
+        keys=tuple((value ^ id_hash(task) if task else value, locale or None) for value, locale, task in named),
         queries=token_lists(holdout["query_tokens"].take(pa.array(firsts))),
         candidates=token_lists(candidates["document_tokens"]),
         relevant=Relevant(pairs[:, 0], pairs[:, 1], labels[rows[best]]),
-        known=_known(known, named, candidates),
+        # What answers a text in one of its tasks is not wrong in another.
+        known=_known([known, holdout.take(pa.array(rows))] if len({*texts}) < len(texts) else [known], texts, candidates, pairs),
         units=Units.of(query, holdout["key"].to_numpy()[rows]),
         tasks=holdout["task"].take(pa.array(firsts)).to_pylist(),
         fresh=fresh,
@@ -157,13 +163,25 @@ def _places(candidates: pa.Table, rows: pa.Table) -> tuple[NDArray[np.int64], ND
     return place, hashes[place] == documents
 
 
-def _known(rows: pa.Table, keys: Sequence[QueryKey], candidates: pa.Table) -> Relevant:
-    numbers = {key: number for number, key in enumerate(keys)}
-    pairs = zip(rows["query_hash"].to_pylist(), rows["locale"].to_pylist(), strict=True)
-    query = np.array([numbers.get((value, locale or None), -1) for value, locale in pairs], np.int64)
+def _known(tables: Sequence[pa.Table], texts: Sequence[tuple[int, str]], candidates: pa.Table, own: Integers) -> Relevant:
+    """Return the candidates that are relevant to each query's text, without its own.
+
+    Args:
+        tables: rows whose documents are relevant.
+        texts: hash and locale of each query.
+        own: pairs of query and candidate, (N, 2).
+    """
+    queries = defaultdict[tuple[int, str], list[int]](list)
+    for number, text in enumerate(texts):
+        queries[text].append(number)
+    rows = pa.concat_tables([table.select(["query_hash", "locale", "document_hash"]) for table in tables])
     place, there = _places(candidates, rows)
-    found = np.unique(np.stack([query, place], axis=1)[there & (query >= 0)], axis=0)
-    return Relevant(found[:, 0], found[:, 1], np.ones(len(found)))
+    named = zip(rows["query_hash"].to_pylist(), pc.fill_null(rows["locale"], "").to_pylist(), place.tolist(), strict=True)
+    found = {
+        (number, document) for value, locale, document in compress(named, there) for number in queries.get((value, locale), ())
+    }
+    query, candidate = np.array(sorted(found.difference(map(tuple, own.tolist()))), np.int64).reshape(-1, 2).T
+    return Relevant(query, candidate, np.ones(len(query)))
 
 
 def token_lists(column: pa.ChunkedArray) -> list[TokenList]:

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 
 import faiss
@@ -37,8 +40,8 @@ from pipeline.dataset.ingested import (
     IngestedShard,
     TokenProfile,
     mined_schema,
-    mixed,
     not_mined,
+    pair_hashes,
     write_batches,
     write_profile,
 )
@@ -55,7 +58,10 @@ from pipeline.log import log
 from pipeline.model.folder import load_encoder, own_form
 from pipeline.model.inference import encode
 from pipeline.run.context import StageContext, StageOutput
-from pipeline.run_inputs import InputShard, MissingShards, RunInputs
+from pipeline.run_inputs import MissingShards, RunInputs
+
+ROWS_AT_ONCE = 1 << 16
+"""Shards are mined together until they have about as many rows: each search reads all published embeddings."""
 
 RELEVANT = 32
 """Documents that are relevant to one query, at most, which its list has room for besides the wanted ranks."""
@@ -74,8 +80,10 @@ def run(context: StageContext) -> StageOutput | None:
     log.info("mine: child %d of %d: %d shards are to do", world.node.array_index, listed.mine_children, len(todo))
     if todo:
         miner = open_miner(context, inputs)
-        for shard in todo:
-            mine_shard(miner, shard)
+        shards = [IngestedShard(context.paths.bucket_root, shard) for shard in todo]
+        begins = np.cumsum([0, *(shard.profile.rows for shard in shards)]) // ROWS_AT_ONCE
+        for _, together in groupby(zip(begins.tolist(), shards, strict=False), key=itemgetter(0)):
+            mine_shards(miner, [shard for _, shard in together])
         miner.device.close()
     return (
         None
@@ -165,53 +173,75 @@ def open_miner(context: StageContext, inputs: RunInputs) -> Miner:
     )
 
 
-def mine_shard(miner: Miner, shard: InputShard) -> None:
-    """Mine for the rows of one shard, and write what is found as one."""
-    ingested, begun = IngestedShard(miner.context.paths.bucket_root, shard), time.monotonic()
-    vocabulary, found = ingested.token_profile.vocabulary, 0
+def mine_shards(miner: Miner, shards: Sequence[IngestedShard]) -> None:
+    """Mine for the rows of some shards in one search, and write what is found for each shard as one."""
+    begun, files = time.monotonic(), [(shard, number) for shard in shards for number in range(len(shard.profile.files))]
+    begins = np.cumsum([0, *(shard.profile.files[number].rows for shard, number in files)])
+    rows = pa.concat_tables(wanted_rows(miner, *file, begin) for file, begin in zip(files, begins.tolist(), strict=False))
+    found, keys, hashes = np.empty(0, np.int64), np.empty(0, np.uint64), np.empty(0, np.uint64)
+    if len(rows):
+        queries, documents = (rows[name].combine_chunks() for name in ("query_tokens", "document_tokens"))
+        config = miner.inputs.config
+        asked = miner.encode(queries, Lengths.of(config).of_column("query_tokens", rows))
+        own = (asked * miner.encode(documents, config.embed.length)).sum(axis=1)
+        found, keys, hashes = search(miner, asked, own, rows["query_hash"].to_numpy())
+    there, texts = tokens_of(miner, keys, hashes, rows["query_tokens"].type)
+    ends = np.cumsum(np.bincount(rows["row"].to_numpy()[found[there]], minlength=begins[-1]))
+    offsets = pa.array(np.concatenate([[0], ends]), pa.int32())
+    lists = [pa.ListArray.from_arrays(offsets, values) for values in (texts, pa.array(hashes[there]))]
+    pieces = iter([[each[begin:end] for each in lists] for begin, end in pairwise(begins.tolist())])
+    for shard in shards:
+        write_mined(miner, shard, pieces)
+    miner.done += int(begins[-1])
+    log.info("%d shards: %d rows, %d negatives, %.1f s", len(shards), begins[-1], ends[-1:].sum(), time.monotonic() - begun)
+
+
+def write_mined(miner: Miner, shard: IngestedShard, files: Iterator[list[pa.ListArray]]) -> None:
+    """Write what is found for a shard.
+
+    Args:
+        files: yields the columns of `mined_schema` for each of its files.
+    """
+    vocabulary = shard.token_profile.vocabulary
     with tempfile.TemporaryDirectory(dir=miner.context.scratch) as name:
         folder, offsets = Path(name) / "mined", list[tuple[int, ...]]()
         folder.mkdir()
-        for number in range(len(ingested.profile.files)):
-            table = pa.table(mine_file(miner, ingested, number), schema=mined_schema(vocabulary))
+        for number in range(len(shard.profile.files)):
+            table = pa.table(next(files), schema=mined_schema(vocabulary))
             offsets.append(write_batches(folder / f"mined-{number:05d}.arrow", table))
-            found += len(table["negative_hashes"].combine_chunks().flatten())
-            miner.done += len(table)
         write_profile(
             folder,
-            ingested.mined_uri,
+            shard.mined_uri,
             TokenProfile(
                 schema_version=SCHEMA_VERSION,
-                rows_name=ingested.files_name,
+                rows_name=shard.files_name,
                 vocabulary=vocabulary,
                 files=tuple(offsets),
                 without_tokens=0,
                 sizes={},
             ),
         )
-    log.info("%s: %d rows, %d negatives, %.1f seconds", shard.uri, ingested.profile.rows, found, time.monotonic() - begun)
 
 
-def mine_file(miner: Miner, shard: IngestedShard, number: int) -> list[pa.ListArray]:
-    """Return the columns of `mined_schema` for the rows of one file: empty lists where a row is not relevant, or has a class."""
-    rows, config = shard.profile.files[number].rows, miner.inputs.config
-    facts, tokens = (pa.concat_tables(read(number, 0, rows)) for read in (shard.facts, shard.tokens))
-    classified = pc.is_in(facts["task"], pa.array(config.train.classes, pa.string()))
-    usable = [np.asarray(tokens[name].is_valid()) for name in ("query_tokens", "document_tokens")]
-    wanted = pa.array(np.flatnonzero((facts["label"].to_numpy() > 0) & ~np.asarray(classified) & usable[0] & usable[1]))
-    found, keys, hashes = np.empty(0, np.int64), np.empty(0, np.uint64), np.empty(0, np.uint64)
-    if len(wanted):
-        own, column = facts.take(wanted), tokens["query_tokens"].take(wanted).combine_chunks()
-        queries = miner.encode(column, Lengths.of(config).of_column("query_tokens", own))
-        documents = miner.encode(tokens["document_tokens"].take(wanted).combine_chunks(), config.embed.length)
-        found, keys, hashes = search(miner, queries, (queries * documents).sum(axis=1), own)
-    there, texts = tokens_of(miner, keys, hashes, tokens["query_tokens"].type)
-    ends = np.cumsum(np.bincount(wanted.to_numpy()[found[there]], minlength=rows))
-    offsets = pa.array(np.concatenate([[0], ends]), pa.int32())
-    return [pa.ListArray.from_arrays(offsets, values) for values in (texts, pa.array(hashes[there]))]
+def wanted_rows(miner: Miner, shard: IngestedShard, number: int, begin: int) -> pa.Table:
+    """Return some facts and the tokens of the rows of a file that are relevant and have no class, and their numbers as `row`.
+
+    Args:
+        begin: number of the first row of the file.
+    """
+    count = shard.profile.files[number].rows
+    table, tokens = (pa.concat_tables(read(number, 0, count)) for read in (shard.facts, shard.tokens))
+    table = table.select(["query_hash", "label", "task"])
+    for name in ("query_tokens", "document_tokens"):
+        table = table.append_column(name, tokens[name])
+    table = table.append_column("row", pa.array(np.arange(begin, begin + count)))
+    classified = pc.field("task").isin(pa.array(miner.inputs.config.train.classes, pa.string()))
+    return table.filter(
+        (pc.field("label") > 0) & ~classified & pc.field("query_tokens").is_valid() & pc.field("document_tokens").is_valid()
+    )
 
 
-def search(miner: Miner, queries: Vectors, own: NDArray[np.float32], facts: pa.Table) -> tuple[NDArray[np.int64], Hashes, Hashes]:
+def search(miner: Miner, queries: Vectors, own: NDArray[np.float32], asked: Hashes) -> tuple[NDArray[np.int64], Hashes, Hashes]:
     """Find the negatives of rows among the published documents.
 
     As `mine_hard_negatives` of sentence-transformers does with a relative margin: of the documents that are not relevant, those
@@ -220,7 +250,7 @@ def search(miner: Miner, queries: Vectors, own: NDArray[np.float32], facts: pa.T
     Args:
         queries: embeddings, (n, D).
         own: score of each row's own document, (n,).
-        facts: of the rows, in this order.
+        asked: hash of each query, (n,).
 
     Returns:
         Of each negative its row, ascending; the hash of its id; and that of its text.
@@ -242,10 +272,14 @@ def search(miner: Miner, queries: Vectors, own: NDArray[np.float32], facts: pa.T
     # Where there are fewer documents, the rest of a list has no place.
     scores, places, there = best.D, best.I.clip(min=0), best.I >= 0
     found = np.concatenate(hashes)[places]
-    relevant = np.isin(pair_hashes(facts["query_hash"].to_numpy()[:, None], found), miner.relevant)
-    ranks, limit = np.cumsum(~relevant, axis=1), (1 - mine.margin) * own[:, None]
+    relevant = np.isin(pair_hashes(asked[:, None], found), miner.relevant)
+    # Of the same text under several ids, the first one.
+    once = np.zeros(found.size, np.bool_)
+    once[np.unique(pair_hashes(np.arange(len(found), dtype=np.uint64)[:, None], found), return_index=True)[1]] = True
+    there &= once.reshape(found.shape) & ~relevant
+    ranks, limit = np.cumsum(there, axis=1), (1 - mine.margin) * own[:, None]
     held = holdout_slices(data.holdout_fraction) if data.holdout_by == "document" else 0
-    good = there & ~relevant & (ranks >= mine.first) & (ranks <= mine.last) & (scores <= limit)
+    good = there & (ranks >= mine.first) & (ranks <= mine.last) & (scores <= limit)
     good &= found // np.uint64((1 << 64) // SLICES) >= held
     rows, columns = np.nonzero(good & (np.cumsum(good, axis=1) <= mine.count))
     return rows, np.concatenate(keys)[places[rows, columns]], found[rows, columns]
@@ -260,11 +294,6 @@ def keep_best(best: faiss.ResultHeap, queries: Vectors, vectors: Vectors, first:
     """
     scores, places = faiss.knn(queries, vectors, min(best.k, len(vectors)), faiss.METRIC_INNER_PRODUCT)
     best.add_result(scores, places + first)
-
-
-def pair_hashes(queries: Hashes, documents: Hashes) -> Hashes:
-    """Return a hash of each pair of hashes of a query and a document."""
-    return mixed(mixed(queries) ^ documents)
 
 
 def tokens_of(miner: Miner, keys: Hashes, hashes: Hashes, kind: pa.DataType) -> tuple[NDArray[np.bool_], pa.ListArray]:

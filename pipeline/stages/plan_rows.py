@@ -34,6 +34,9 @@ from pipeline.run_inputs import RunInputs, TokenizerPlan
 HOLDOUT_GROUP = 1 << 16
 """Rows of a group of which facts and tokens are in memory."""
 
+Query = tuple[int, str | None, str | None]
+"""Hash of its text, its locale, and its task."""
+
 Beat = Callable[[str, int], None]
 """Called with what is done and the rows so far."""
 
@@ -56,8 +59,8 @@ class PlannedRows:
     Attributes:
         folder: as given.
         rows: file -> rows in it.
-        queries: distinct held-out queries (text and locale) that have a relevant document.
-        held_texts: distinct classified texts of the hold-out (text and locale).
+        queries: distinct held-out queries that have a relevant document.
+        held_texts: distinct classified texts of the hold-out.
         held_documents: distinct documents of the hold-out.
         slices: `locale:NAME` and `task:NAME` of its rows.
         held_classes: tasks and numbers of the classes of its texts.
@@ -126,8 +129,8 @@ class PlannedRows:
         to a query is written too: most of them are trained on, and no wrong answers.
         """
         held, most = holdout_slices(self._config.data.holdout_fraction), self._config.data.holdout_queries
-        known: set[tuple[int, str | None]] = set()
-        texts: set[tuple[int, str | None]] = set()
+        known: set[Query] = set()
+        texts: set[Query] = set()
         documents: set[int] = set()
         # Texts of shards that are held out as a whole may have been trained on with a key of any slice.
         everywhere = (self._compared.keys(0, SLICES) if len(self._held_keys) else self._held_keys) // np.uint64(SLICES)
@@ -166,6 +169,7 @@ class PlannedRows:
                 if len(places[0]):
                     table = self._read(self._corpus, places, ["document_tokens"], ["document_hash"])
                     _add(writers, "candidates.arrow", _documents(table, documents))
+            asked = {query[:2] for query in known}
             # The rows of a document are in the same slices as it is, or those of a query are; rows of groups may be anywhere, and
             # so may those of texts that are held out as a whole.
             anywhere = (self._config.data.holdout_by == "group" or len(self._held_keys) > 0) and searched
@@ -177,7 +181,7 @@ class PlannedRows:
                         break
                     table = table.filter(pc.field("class") == NO_CLASS)
                     _add(writers, "candidates.arrow", _documents(table, documents)[:missing])
-                writer.add(KNOWN, table.filter(pa.array(_positive_for(table, known))))
+                writer.add(KNOWN, table.filter(pa.array(_positive_for(table, asked))))
         for prefix, each in writers.items():
             self.rows |= {f"{prefix}{name}": rows for name, rows in each.rows.items()}
 
@@ -358,12 +362,12 @@ def _whole(table: pa.Table, columns: Sequence[str]) -> pa.Table:
     return table.filter(reduce(pc.and_, (pc.is_valid(table[name]) for name in columns)))
 
 
-def _within(table: pa.Table, known: set[tuple[int, str | None]], most: int) -> Mask:
+def _within(table: pa.Table, known: set[Query], most: int) -> Mask:
     """Return the rows that the hold-out keeps; add their queries to the known ones, of which there may be `most`.
 
     Until there are as many, rows of any query: those that have no relevant document yet may get one from a later row.
     """
-    queries = list(zip(table["query_hash"].to_pylist(), table["locale"].to_pylist(), strict=True))
+    queries = list(zip(*(table[name].to_pylist() for name in ("query_hash", "locale", "task")), strict=True))
     for query, label in zip(queries, table["label"].to_pylist(), strict=True):
         if label > 0 and len(known) < most:
             known.add(query)
@@ -371,7 +375,7 @@ def _within(table: pa.Table, known: set[tuple[int, str | None]], most: int) -> M
 
 
 def _positive_for(table: pa.Table, queries: set[tuple[int, str | None]]) -> Mask:
-    """Return the rows whose document is relevant to one of these queries."""
+    """Return the rows whose document is relevant to one of these texts in their locales."""
     pairs = zip(table["query_hash"].to_pylist(), table["locale"].to_pylist(), strict=True)
     found: Mask = np.array([pair in queries for pair in pairs], np.bool_) & (table["label"].to_numpy() > 0)
     return found

@@ -20,8 +20,9 @@ from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.graphs.fingerprint import plan_graphs
 from pipeline.log import log
+from pipeline.model.classifier import FOLDER as CLASSIFIERS
 from pipeline.model.folder import WEIGHTS, inspect_folder, own_form, text_positions
-from pipeline.model.inventory import fetch_without_weights, load_tokenizer, read_max_length
+from pipeline.model.inventory import fetch_without_weights, load_tokenizer, read_max_length, read_object
 from pipeline.model.parent import ResolvedParent
 from pipeline.plan import RunPlan
 from pipeline.run.context import StageContext
@@ -168,6 +169,14 @@ def check_parent(folder: Path, config: RunConfig, dimension: int) -> tuple[PreTr
             value=problems,
             rule=f"shorter embeddings are the first numbers of the model's {dimension} ({backbone.model_type})",
             remedy=f"choose sizes below {dimension}, or leave them out: all numbers are trained and published then",
+        )
+    read = {home.parent.name: read_object(home)["in_features"] for home in (folder / CLASSIFIERS).glob("*/config.json")}
+    if problems := [f"task {task}: {size}" for task, size in read.items() if task in config.train.classes and size != dimension]:
+        raise BadConfig(
+            "the parent's classifiers read embeddings of another size",
+            value=[f"embeddings of {dimension} numbers", *problems],
+            rule="a task's classifier continues with its weights, which belong to the embeddings that it was trained on",
+            remedy="give the last layer of model.head as many outputs; or set model.parent to a model without classifiers",
         )
     if config.mode == "refresh" and (length := read_max_length(folder)) not in (None, config.embed.length):
         raise BadConfig(

@@ -171,7 +171,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "text_positions": lambda backbone: backbone.max_position_embeddings,
     },
     "pipeline.model.inference": {"encode": encode},
-    "pipeline.model.classifier": {"Classifier": object, "load_classifiers": lambda folder, encoder: {}},
+    "pipeline.model.classifier": {"FOLDER": "classifiers", "Classifier": object, "load_classifiers": lambda folder, encoder: {}},
     "pipeline.model.shape": {"read_shape": lambda folder, config: SHAPE},
     # What is small fits.
     "pipeline.estimate.memory": {

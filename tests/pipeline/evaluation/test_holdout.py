@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from pipeline.dataset.ids import id_hash
 from pipeline.dataset.row_files import SCHEMAS, read_table, row_schemas
 from pipeline.errors import BadData
 from pipeline.evaluation.holdout import Holdout, join_holdout, read_holdout, token_lists
@@ -40,7 +41,7 @@ def tables(rows: list[tuple[int, int, float, str | None]], candidates: list[int]
         "document_hash": [document for _, document, *_ in rows],
         "label": [label for *_, label, _ in rows],
         "locale": [locale for *_, locale in rows],
-        "task": [None if document % 2 else "search" for _, document, *_ in rows],
+        "task": ["search" if document == 104 else None for _, document, *_ in rows],
         "key": [document for _, document, *_ in rows],
         "new": [document % 2 == 0 for _, document, *_ in rows],
     }
@@ -65,7 +66,7 @@ def relevant(holdout: Holdout) -> list[tuple[float, ...]]:
 
 def test_rows_of_one_query_are_joined() -> None:
     holdout = join_holdout(*tables(ROWS, [105, 104, 103, 102, 101]))
-    assert holdout.keys == ((10, None), (20, "de"), (20, "en"), (30, None), (2**64 - 1, None))
+    assert holdout.keys == ((10, None), (20 ^ id_hash("search"), "de"), (20, "en"), (30, None), (2**64 - 1, None))
     assert holdout.locales == [None, "de", "en", None, None]
     assert lists(holdout.queries) == [[10], [20], [20], [30], [(2**64 - 1) % 1000]]
     assert lists(holdout.candidates) == [[value, value] for value in (105, 104, 103, 102, 101)]
@@ -86,10 +87,29 @@ def test_other_relevant_candidates_are_known() -> None:
     assert [column.tolist() for column in holdout.known[:2]] == [[1], [4]]
 
 
+def test_a_text_of_two_tasks_is_two_queries() -> None:
+    rows = [(10, 101, 1.0, None), (10, 104, 2.0, None), (10, 102, 1.0, None), (30, 103, 1.0, None)]
+    holdout = join_holdout(*tables(rows, [101, 102, 103, 104]))
+    assert holdout.keys == ((10, None), (10 ^ id_hash("search"), None), (30, None))
+    assert holdout.tasks == [None, "search", None]
+    assert relevant(holdout) == [(0, 0, 1.0), (0, 1, 1.0), (1, 3, 2.0), (2, 2, 1.0)]
+    # What answers it in one task is no wrong answer in the other.
+    assert [column.tolist() for column in holdout.known[:2]] == [[0, 1, 1], [3, 0, 1]]
+    # Where a document answers it in both, it is found in both.
+    holdout, documents, known = tables(rows, [101, 102, 103, 104])
+    tasks = pa.array([None, "search", "search", None])
+    again = holdout.append_column("again", tasks).drop_columns("task").rename_columns({"again": "task"})
+    both = join_holdout(
+        pa.concat_tables([holdout.drop_columns("task").append_column("task", holdout["task"]), again]), documents, known
+    )
+    assert relevant(both) == [(0, 0, 1.0), (0, 1, 1.0), (1, 1, 1.0), (1, 3, 2.0), (2, 2, 1.0)]
+    assert [column.tolist() for column in both.known[:2]] == [[0, 1], [3, 0]]
+
+
 def test_some_queries_come_with_their_own_documents_alone() -> None:
     holdout = join_holdout(*tables(ROWS, [105, 104, 103, 102, 101]), 3)
     assert [column.tolist() for column in holdout.known[:2]] == [[1], [2]]
-    assert holdout.keys == ((10, None), (20, "de"), (20, "en"))
+    assert holdout.keys == ((10, None), (20 ^ id_hash("search"), "de"), (20, "en"))
     assert lists(holdout.candidates) == [[104, 104], [102, 102], [101, 101]]
     assert relevant(holdout) == [(0, 1, 1.0), (0, 2, 3.0), (1, 0, 1.0), (2, 2, 1.0)]
     assert len(join_holdout(*tables(ROWS, [105, 104, 103, 102, 101]), 100).queries) == 5

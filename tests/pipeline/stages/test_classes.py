@@ -283,7 +283,7 @@ def test_next_week_may_write_its_classes_otherwise(labels: Bench, caplog: pytest
     assert scores["new"] == scores["baseline"]
     # What was kept of the reference are numbers of classes, in its own order.
     assert "reference" not in scores
-    assert "has another kind of hold-out, or other tokens, lengths or classes; no budget is kept" in caplog.text
+    assert "has another kind of hold-out, other tokens, lengths or classes, or test files" in caplog.text
 
 
 def test_the_published_model_is_measured_behind_its_own_prompts(labels: Bench) -> None:
@@ -498,6 +498,39 @@ def test_a_class_that_is_no_more(shop: Bench) -> None:
     assert {row["class"] for row in shop.rows("two") if row["task"] == "color"} == {0, 1}
 
 
+@pytest.mark.parametrize(
+    ("slices", "words"), [({"task:color": {}}, "which is assumed"), ({"task:color": {"difference": 0}}, "0.20")]
+)
+def test_a_baseline_without_a_classifier_says_nothing_of_how_far_weeks_differ(
+    shop: Bench, slices: dict[str, Any], words: str
+) -> None:
+    shop.shard("pairs.jsonl", classified(20, seed=3))
+    shop.config["gate"] |= {"metric": "accuracy", "guardrails": []}
+    shop.week("one")
+    store.write_json(shop.paths("one").scorecard, {"queries": 400, "difference": {"accuracy": {"error": 0.01}}, "slices": slices})
+    shop.shard("more.jsonl", classified(60, seed=1))
+    shop.start("two")
+    assert words in shop.plan("two").holdout.decides
+
+
+def test_a_head_must_fit_the_classifiers(shop: Bench) -> None:
+    shop.start("one")
+    shop.stage(Stage.TRAIN, "one")
+    shop.train("one")
+    shop.publish("one", shop.paths("one").model)
+    shop.config["model"] = {}
+    shop.shard("more.jsonl", classified(60, seed=1))
+    refusal(
+        BadConfig,
+        lambda: shop.prepare("two", {"model": {"head": [{"out": 16}]}}),
+        "the parent's classifiers read embeddings of another size",
+        "embeddings of 16 numbers",
+        "task color: 32",
+    )
+    # Where the task has no classes any more, its classifier is left behind.
+    shop.prepare("three", {"model": {"head": [{"out": 16}]}, "train": {"tasks": {"color": {"classes": None}}}})
+
+
 def test_rows_of_a_label_of_0_may_name_any_class(shop: Bench) -> None:
     lines = [{"query": f"zebra {n}", "document": "stripes", "task": "color", "label": 0} for n in range(200)]
     shop.shard("judged.jsonl", lines)
@@ -523,6 +556,10 @@ def test_rows_of_a_label_of_0_may_name_any_class(shop: Bench) -> None:
         ({"gate": {"guardrails": [{"slice": "task:search", "metric": "accuracy"}]}}, ["task:search has no accuracy"]),
         ({"gate": {"guardrails": [{"slice": "task:search", "metric": "macro-f1"}]}}, ["task:search has no macro-f1"]),
         ({"gate": {"guardrails": [{"slice": "fresh", "metric": "macro-f1"}]}}, ["the slice fresh has ndcg@10"]),
+        (
+            {"gate": {"metric": "accuracy", "guardrails": [{"slice": "locale:de"}]}, "report": {"texts": False}},
+            ["the slice locale:de has no ndcg@10"],
+        ),
         ({"train": {"tasks": {"color": {"class_weights": {"red": 2, "warm": 1}}}}}, ["class_weights: red is not in classes"]),
         ({"train": {"tasks": {"size": {"class_weights": {"small": 2}}}}}, ["class_weights: small is not in classes"]),
         ({"train": {"tasks": {"a/b": {"classes": ["warm", "cold"]}}}}, ["a/b"]),

@@ -14,6 +14,7 @@ from pipeline.dataset.ingested import IngestedShard
 from pipeline.dataset.parts import read_part
 from pipeline.dataset.rows import normalized_hash
 from pipeline.errors import BadConfig
+from pipeline.stages import mine
 from tests.chain.year_checks import Outsider
 from tests.pipeline.stages.planning import Bench, held_out, refusal
 from tests.tiny import WORDS, make_model
@@ -39,8 +40,12 @@ def bench(tmp_path: Path) -> Bench:
     return two_weeks(tmp_path)
 
 
-def two_weeks(tmp_path: Path, holdout_by: str = "document") -> Bench:
-    """Two weeks: the first is published with its embeddings, the second has its rows."""
+def two_weeks(tmp_path: Path, holdout_by: str = "document", copies: int = 0) -> Bench:
+    """Two weeks: the first is published with its embeddings, the second has its rows.
+
+    Args:
+        copies: of each document in a corpus; 0: there is none but the documents of rows.
+    """
     make_model(tmp_path / "model")
     (tmp_path / "scratch").mkdir()
     bench = Bench(str(tmp_path / "bucket"), tmp_path / "scratch", tmp_path / "model")
@@ -49,6 +54,9 @@ def two_weeks(tmp_path: Path, holdout_by: str = "document") -> Bench:
     bench.config["device"]["ranks_per_node"] = 1
     bench.config["train"] |= {"negatives": 3, "mine": MINE, "steps": 2, "validation_queries": 1}
     bench.shard("one.jsonl", items(0, 90))
+    if copies:
+        lines = [{"id": f"{row['id']}-{n}", "text": row["document"]} for row in items(0, 90) for n in range(copies)]
+        bench.config["data"]["corpus"] = [bench.shard("corpus.jsonl", lines, folder="corpus")]
     first(bench)
     bench.shard("two.jsonl", items(90, 130))
     return bench
@@ -96,8 +104,9 @@ def wanted(bench: Bench, words: int = 2, query_length: int = QUERY_LENGTH, mine:
     found = {}
     for row, query, document in zip(week, queries, own, strict=True):
         scores = published @ query
-        ranked = [known[ids[place]] for place in np.argsort(-scores, kind="stable")]
-        best = dict(zip((ids[place] for place in range(len(ids))), scores.tolist(), strict=True))
+        ranked = [known[ids[place].partition("-")[0]] for place in np.argsort(-scores, kind="stable")]
+        ranked = [other for place, other in enumerate(ranked) if other not in ranked[:place]]
+        best = dict(zip((name.partition("-")[0] for name in ids), scores.tolist(), strict=True))
         others = [other for other in ranked if (row["query"], other["document"]) not in relevant]
         limit = float(query @ document) * (1 - mine["margin"])
         chosen = [
@@ -191,6 +200,31 @@ def test_nothing_is_mined_for_rows_that_are_classified_or_not_relevant(tmp_path:
     assert len(found) == len(week)
     assert {row["id"] for row in week[:20]} & {name for name, negatives in found.items() if negatives} == set()
     assert any(found[row["id"]] for row in week[20:])
+
+
+def test_small_shards_are_mined_in_one_search(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    week = items(90, 130)
+    bench.shard("two.jsonl", week[:25])
+    bench.shard("three.jsonl", week[25:])
+    bench.config["embed"] = bench.config.get("embed", {}) | {"children": 1}
+    assert bench.prepare("two").metrics["mine_children"] == 1
+    bench.ingest("two")
+    read, reads = mine.read_batches, list[Path]()
+    monkeypatch.setattr(mine, "read_batches", lambda path, columns: reads.append(path) or read(path, columns))
+    bench.stage(Stage.MINE, "two")
+    assert mined(bench) == wanted(bench)
+    assert len(reads) == len(set(reads)) == len(store.read_json(bench.paths("one").embed_manifest)["parts"])
+
+
+def test_a_text_under_several_ids_is_mined_once(tmp_path: Path) -> None:
+    bench = two_weeks(tmp_path, copies=3)
+    bench.prepare("two")
+    bench.ingest("two")
+    bench.stage(Stage.MINE, "two")
+    found = mined(bench)
+    assert found == wanted(bench)
+    assert any(len(each) > 1 for each in found.values())
+    assert all(len({*each}) == len(each) for each in found.values())
 
 
 def test_a_shard_is_mined_once_and_for_runs_to_come(bench: Bench) -> None:

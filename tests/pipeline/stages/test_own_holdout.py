@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline.config import build_config
 from pipeline.contract import Stage
 from pipeline.dataset.rows import normalized_hash
 from pipeline.errors import BadConfig, BadData, MissingInput
+from pipeline.evaluation.query_values import QueryValues
+from pipeline.evaluation.reference import write_reference
 from tests.pipeline.stages.planning import Bench, held_out, refusal, rows
 
 FRACTION = 0.01
@@ -90,6 +94,22 @@ def test_what_the_published_model_was_trained_on_does_not_count(own: Bench) -> N
     assert not held & trained
     assert held >= hashes(rows(120, 140))
     assert not {row["document_hash"] for row in own.rows("two")} & hashes(rows(110, 140))
+
+
+def test_the_reference_does_not_outlast_its_files(own: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    own.week("one")
+    write_reference(own.root, "current", "one")
+    keys = tuple((row["query_hash"], row["locale"]) for row in own.rows("one", "holdout.arrow"))
+    QueryValues(keys, {"ndcg@10": np.full(len(keys), 0.5)}).write(Path(own.paths("one").query_values))
+    own.config["data"]["holdout"] += [own.shard("more.jsonl", rows(300, 310), folder="more")]
+    own.shard("second.jsonl", rows(200, 220))
+    assert own.week("two").reference == "one"
+    # Then rows of the first test file are trained on.
+    del own.config["data"]["holdout"][0]
+    own.shard("third.jsonl", rows(130, 140))
+    assert own.week("three").reference is None
+    assert "test files (data.holdout) that are not listed any more; no budget is kept" in caplog.text
+    assert {row["document_hash"] for row in own.rows("three")} & hashes(rows(130, 140))
 
 
 def test_other_documents_of_a_held_out_query_are_known_to_be_relevant(own: Bench) -> None:

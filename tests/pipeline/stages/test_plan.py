@@ -1035,7 +1035,7 @@ def test_a_reference_that_cannot_be_compared_with(bench: Bench, caplog: pytest.L
     bench.start("by", {"data": {"holdout_by": "query"}})
     assert bench.plan("by").reference is None
     assert bench.week("other", {"train": {"query_length": 10}}).reference is None
-    assert caplog.text.count("has another kind of hold-out, or other tokens, lengths or classes") == 2
+    assert caplog.text.count("has another kind of hold-out, other tokens, lengths or classes") == 2
     store.write_bytes(bench.paths("one").plan, b'{"run": "of another version"}')
     bench.shard("d.jsonl", rows(400, 500))
     bench.start("old")

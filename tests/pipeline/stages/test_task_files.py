@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from infra.local import demo
@@ -16,6 +17,7 @@ from pipeline.config import build_config, merge
 from pipeline.contract import Stage
 from pipeline.dataset.rows import normalized_hash
 from pipeline.errors import BadConfig, BadData, MissingInput
+from pipeline.evaluation.holdout import read_holdout
 from tests.pipeline.stages.planning import Bench, refusal, rows
 
 REVIEWS = {"query": "{title}: {content}", "document": "{stars}", "label": "="}
@@ -68,6 +70,22 @@ def test_each_row_of_a_file_is_one_of_its_tasks_with_its_columns(tasks: Bench) -
         "data.tasks.stars.train",
         "data.tasks.title.train",
     ]
+
+
+def test_a_text_that_two_tasks_ask_is_held_out_and_measured_in_both(tasks: Bench) -> None:
+    [uri] = tasks.config["data"]["tasks"]["title"]["train"]
+    maker = {"train": [uri], "columns": {"query": "title", "document": "made by {stars}", "label": "=", "locale": "=en"}}
+    tasks.config["data"]["tasks"]["maker"] = maker
+    tasks.start("one")
+    lines = [row for row in tasks.rows("one", "holdout.arrow") if row["task"]]
+    titles = {row["query_hash"] for row in lines}
+    holdout = read_holdout(Path(tasks.paths("one").rows))
+    assert Counter(filter(None, holdout.tasks)) == {"title": len(titles), "maker": len(titles)}
+    assert tasks.plan("one").holdout.queries == len(holdout.queries)
+    # Each has one document, and that of the other task is no wrong answer.
+    for task in ("title", "maker"):
+        own = np.flatnonzero(np.array(holdout.tasks) == task)
+        assert np.isin(holdout.relevant.query, own).sum() == np.isin(holdout.known.query, own).sum() == len(own)
 
 
 def test_a_task_comes_later_and_its_columns_are_part_of_what_its_rows_are(tasks: Bench) -> None:

@@ -15,6 +15,7 @@ moves to a core. STANDIN_NO_TRACE: `trace` fails.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -69,7 +70,7 @@ def trace(
         raise RuntimeError("If you want to compile on CPU, please supply compiler argument target")
     if "STANDIN_NO_TRACE" in os.environ:
         raise RuntimeError("nothing is to be traced here")
-    print("Compiler status PASS", flush=True)
+    print("Compiler status PASS", file=sys.stderr)
     if not isinstance(func, nn.Module):
         shapes = [list(example.shape) for example in example_inputs]
         return torch.jit.trace(lambda *inputs: func(*map(_of_shape, inputs, shapes)), example_inputs)
