@@ -26,6 +26,7 @@ from pipeline.operate.endpoint import NAME, only_environment, read_endpoint
 from pipeline.operate.run_files import Listed, LocalFiles, RunFiles
 from pipeline.store.aws_errors import AwsError, classify_aws_error, error_code, error_text
 from pipeline.store.retries import ABSENT
+from pipeline.store.s3 import split
 
 CONFIG = Config(retries={"mode": "standard", "total_max_attempts": 8}, connect_timeout=10, read_timeout=30)
 LOCAL_CONFIG = Config(retries={"mode": "standard", "total_max_attempts": 1}, connect_timeout=5, read_timeout=60)
@@ -209,40 +210,42 @@ class Site:
                 return Transient("AWS could not be reached", value=f"{what}: {error}", remedy="a new attempt may succeed")
 
 
+@dataclass(frozen=True, slots=True)
 class S3Files:
     """A run's folder on S3.
 
-    Args:
+    Attributes:
         root: s3://BUCKET/runs/RUN_ID.
     """
 
-    def __init__(self, site: Site, root: str) -> None:
-        self.root = root
-        self._site = site
-        self._bucket, _, self._key = root.removeprefix("s3://").partition("/")
+    site: Site
+    root: str
 
     def read(self, name: str, last: int | None = None) -> bytes | None:
-        key = self._key_of(name)
-        what = f"s3://{self._bucket}/{key}"
+        uri = self._uri_of(name)
+        bucket, key = split(uri)
         span = {} if last is None else {"Range": f"bytes=-{last}"}
-        with self._site.asking(what):  # the body, too, is still on its way
-            answer = self._site.ask(what, "s3", "get_object", ABSENT, Bucket=self._bucket, Key=key, **span)
+        with self.site.asking(uri):  # the body, too, is still on its way
+            answer = self.site.ask(uri, "s3", "get_object", ABSENT, Bucket=bucket, Key=key, **span)
             return None if answer is None else bytes(answer["Body"].read())
 
     def listed(self, prefix: str) -> list[Listed]:
-        start = self._key_of(prefix)
-        with self._site.asking(f"s3://{self._bucket}/{start}"):
-            pages = self._site.client("s3").get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=start)
+        uri = self._uri_of(prefix)
+        bucket, start = split(uri)
+        with self.site.asking(uri):
+            pages = self.site.client("s3").get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=start)
             return [
-                Listed(item["Key"].removeprefix(f"{self._key}/"), item["LastModified"].timestamp(), item["ETag"])
+                Listed(
+                    f"s3://{bucket}/{item['Key']}".removeprefix(f"{self.root}/"), item["LastModified"].timestamp(), item["ETag"]
+                )
                 for item in pages.search("Contents || `[]`")
             ]
 
     def as_typed(self, text: str) -> str:
         return text
 
-    def _key_of(self, name: str) -> str:
-        return f"{self._key}/{name.lstrip('/')}"
+    def _uri_of(self, name: str) -> str:
+        return f"{self.root}/{name.lstrip('/')}"
 
 
 @contextmanager
