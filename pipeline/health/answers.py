@@ -19,8 +19,8 @@ def sequence(count: int, low: int, high: int, offset: int = 0) -> npt.NDArray[np
     return low + (hashed >> 16) % (high - low)
 
 
-def on_device(device: Device, integers: npt.NDArray[np.int64], dtype: torch.dtype, shift: int = 0) -> Tensor:
-    """Put integers / 2^shift on the device, as data, so that no graph depends on them."""
+def on_device(device: Device, integers: npt.NDArray[np.int64], dtype: torch.dtype = torch.float32, shift: int = 0) -> Tensor:
+    """Put integers / 2^shift on the device, as data: a rank's number within a graph would give every rank a graph of its own."""
     return (torch.from_numpy(integers).to(torch.float32) / (1 << shift)).to(dtype).to(device.torch_device)
 
 

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from pipeline.backends.device import Device
 from pipeline.config import HealthCheckConfig
@@ -98,7 +97,7 @@ def known_product(device: Device) -> TestRecord:
     began = time.monotonic()
     left = sequence(SIZE * SIZE, 0, 2).reshape(SIZE, SIZE)
     right = sequence(SIZE * SIZE, 0, 2, offset=SIZE * SIZE).reshape(SIZE, SIZE)
-    product = on_device(device, left, torch.float32) @ on_device(device, right, torch.float32)
+    product = on_device(device, left) @ on_device(device, right)
     return _record("quick_matmul", device, largest_error(device, product, (left @ right).astype(np.float64)), began)
 
 
@@ -108,7 +107,7 @@ def known_sum(device: Device) -> TestRecord:
     mine = np.zeros(SIZE, dtype=np.int64)
     mine[device.world.rank % SIZE] = 1
     expected = np.bincount(np.arange(device.world.size) % SIZE, minlength=SIZE)
-    total = device.all_reduce(on_device(device, mine, torch.float32))
+    total = device.all_reduce(on_device(device, mine))
     return _record("quick_all_reduce", device, largest_error(device, total, expected.astype(np.float64)), began)
 
 

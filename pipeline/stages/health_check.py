@@ -326,8 +326,8 @@ def all_reduce(device: Device, elements: int) -> Measured:
     """Test all-reduce: the ranks' base + rank sum to size * base + size * (size - 1) / 2; small integers are exact in fp32."""
     size = device.world.size
     base = _base(elements * size)
-    mine = _placed(device, base + device.world.rank)
-    error = _largest(device, device.all_reduce(mine) - _placed(device, _sum_of_all(base, size)))
+    mine = on_device(device, base + device.world.rank)
+    error = _largest(device, device.all_reduce(mine) - on_device(device, _sum_of_all(base, size)))
     return error, f"{size} ranks", _best_seconds(device, lambda: device.all_reduce(mine)), 2 * (size - 1) / size
 
 
@@ -335,8 +335,8 @@ def all_gather(device: Device, elements: int) -> Measured:
     """Test all-gather: rank r contributes base + r; a wrong segment is reported with its rank."""
     size = device.world.size
     base = _base(elements)
-    mine = _placed(device, base + device.world.rank)
-    expected = _placed(device, base + np.arange(size).reshape(size, 1))
+    mine = on_device(device, base + device.world.rank)
+    expected = on_device(device, base + np.arange(size).reshape(size, 1))
     errors = device.read((device.gather(mine).reshape(size, elements) - expected).abs().amax(dim=1))
     seconds = _best_seconds(device, lambda: device.gather(mine))
     wrong = [f"rank {rank}" for rank, error in enumerate(errors) if error != 0.0]
@@ -349,8 +349,8 @@ def reduce_scatter(device: Device, elements: int) -> Measured:
     """Test reduce-scatter: as all_reduce, of which this rank keeps its share."""
     size, rank = device.world.size, device.world.rank
     base = _base(elements * size)
-    mine = _placed(device, base + rank)
-    own = _placed(device, _sum_of_all(base, size)[rank * elements : (rank + 1) * elements])
+    mine = on_device(device, base + rank)
+    own = on_device(device, _sum_of_all(base, size)[rank * elements : (rank + 1) * elements])
     return (
         _largest(device, device.reduce_scatter(mine) - own),
         f"{size} ranks",
@@ -365,11 +365,6 @@ def _base(elements: int) -> npt.NDArray[np.int64]:
 
 def _sum_of_all(base: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
     return base * size + size * (size - 1) // 2
-
-
-def _placed(device: Device, values: npt.NDArray[np.int64]) -> Tensor:
-    """Put values on the device, as data: a rank's number within a graph would give every rank a graph of its own."""
-    return on_device(device, values, torch.float32)
 
 
 def _largest(device: Device, difference: Tensor) -> float:
