@@ -482,8 +482,11 @@ class PlanNumbers(Record):
             # Only prepare has decided where mine's ranks run.
             plan = json.loads(store.read_bytes(paths.inputs if stage is Stage.MINE else paths.plan))
             graphs = plan.get("graphs") or {"compiler_flags": "", "cache": "", "environment": {}}
+            # The stages that follow the plan of the embeddings go by its fingerprint.
+            embeds = stage in EMBEDDING and store.exists(paths.embed_plan)
+            embed_plan = store.read_json(paths.embed_plan) if embeds else {"fingerprint": ""}
             numbers = {
-                "fingerprint": _fingerprint(stage, paths) or plan.get("fingerprint", ""),
+                "fingerprint": embed_plan["fingerprint"] or plan.get("fingerprint", ""),
                 **{name: plan["world"][name] for name in ("kind", "nodes", "ranks_per_node")},
                 "ranks_per_child": plan["config"]["embed"].get("ranks_per_child"),
                 **{name: graphs[name] for name in ("compiler_flags", "cache", "environment")},
@@ -499,13 +502,6 @@ class PlanNumbers(Record):
                 value=f"{paths.plan}: {error!r}",
                 remedy="restore it as plan wrote it, or start a new run",
             ) from error
-
-
-def _fingerprint(stage: Stage, paths: RunPaths) -> str:
-    """Return the fingerprint of the plan of the embeddings, for the stages that follow it."""
-    if stage not in EMBEDDING or not store.exists(paths.embed_plan):
-        return ""
-    return str(json.loads(store.read_bytes(paths.embed_plan))["fingerprint"])
 
 
 class Reporter(threading.Thread):
