@@ -265,7 +265,7 @@ class MadePart:
     padded_tokens: int = 0
 
 
-def embed_part(worker: Worker, index: int, documents: pa.Table) -> PartRecord:
+def embed_part(worker: Worker, index: int, documents: pa.Table) -> None:
     """Embed one part and upload it, its record last.
 
     Raises:
@@ -275,8 +275,8 @@ def embed_part(worker: Worker, index: int, documents: pa.Table) -> PartRecord:
     tokens = pc.list_flatten(documents[DOCUMENT_TOKENS]).to_numpy().astype(np.int32)
     documents = documents.append_column("token_hash", pa.array(token_hashes(tokens, lengths)))
     earlier = worker.earlier.covering(index)
-    if record := unchanged(worker, index, documents, earlier):
-        return record
+    if keep_unchanged(worker, index, documents, earlier):
+        return
     made = make_part(worker, index, documents, earlier)
     record = keep_part(worker, made)
     made.path.unlink()
@@ -284,17 +284,16 @@ def embed_part(worker: Worker, index: int, documents: pa.Table) -> PartRecord:
     log.info("part %d of %d: %d documents, %.0f per second", index + 1, count, record.rows, record.documents_per_second)
     if made.bad:
         log.warning("part %d of %d: %d documents have no embedding", index + 1, count, len(made.bad))
-    return record
 
 
-def unchanged(worker: Worker, index: int, documents: pa.Table, earlier: Parts) -> PartRecord | None:
-    """Keep an earlier part where none of its documents has changed: write a record that names it; None: there is none such."""
+def keep_unchanged(worker: Worker, index: int, documents: pa.Table, earlier: Parts) -> bool:
+    """Keep an earlier part where none of its documents has changed: write a record that names it. False: there is none such."""
     if len(earlier) != 1 or earlier[0][1].quarantined:
-        return None
+        return False
     [(uri, found)] = earlier
     content = str(content_digest(documents, documents["token_hash"].to_numpy()))
     if (found.content, found.rows) != (content, documents.num_rows):
-        return None
+        return False
     context, count = worker.context, len(worker.context.plan.embed.parts)
     record = replace(
         found,
@@ -313,7 +312,7 @@ def unchanged(worker: Worker, index: int, documents: pa.Table, earlier: Parts) -
     store.write_bytes(context.paths.part_manifest(index, count), record.to_json())
     worker.done += record.rows
     log.info("part %d of %d: nothing has changed in %s", index + 1, count, uri)
-    return record
+    return True
 
 
 def make_part(worker: Worker, index: int, documents: pa.Table, earlier: Parts) -> MadePart:
