@@ -90,10 +90,9 @@ class Table:
         """
         digest = hashlib.sha256(json.dumps(basis, sort_keys=True).encode()).hexdigest()[:8]
         uri = store.join(base.root, "tune", f"steps-{basis['steps']:04d}-{digest}.json")
-        if not store.exists(uri):
-            return cls(uri=uri, basis=basis)
         try:
-            return cls(uri=uri, basis=basis, rows=[Row(**row) for row in store.read_json(uri)["rows"]])
+            rows = store.read_json(uri)["rows"] if store.exists(uri) else []
+            return cls(uri=uri, basis=basis, rows=[Row(**row) for row in rows])
         except (ValueError, KeyError, TypeError) as error:
             raise BadData(
                 "the table of an earlier search cannot be read",
