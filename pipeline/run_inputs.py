@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, ValidationError
 
@@ -20,9 +20,6 @@ class PlanSection(Section):
         return self.model_dump_json(indent=1).encode()
 
 
-FileT = TypeVar("FileT", bound="PlanFile")
-
-
 class PlanFile(PlanSection):
     """A section that is a file of the run folder.
 
@@ -33,7 +30,7 @@ class PlanFile(PlanSection):
     named: ClassVar[tuple[str, str]]
 
     @classmethod
-    def from_json(cls: type[FileT], data: bytes) -> FileT:
+    def from_json(cls, data: bytes) -> Self:
         """Return what a file holds.
 
         Raises:
