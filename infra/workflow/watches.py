@@ -359,11 +359,10 @@ class Watches(Construct):
     ) -> None:
         super().__init__(scope, construct_id)
         self._name = settings.name
-        self._watched = state_machine
+        self._watched = state_machine.state_machine_arn
         self._log_group = log_group
         self.machines: dict[str, sfn.StateMachine] = {}
         stack = Stack.of(self)
-        watched = state_machine.state_machine_arn
         executions = f"arn:{stack.partition}:states:{stack.region}:{stack.account}:execution:{settings.name}:*"
         jobs = stack.format_arn(service="batch", resource="job", resource_name="*")
         configs = settings.run_configs()
@@ -390,8 +389,8 @@ class Watches(Construct):
                 self._watch(
                     f"week-{name}",
                     ("SUCCEEDED",),
-                    week(stack.partition, topic.topic_arn, watched, name, schedule, patience, console),
-                    grants=[describe, (["states:ListExecutions"], [watched]), *notify],
+                    week(stack.partition, topic.topic_arn, self._watched, name, schedule, patience, console),
+                    grants=[describe, (["states:ListExecutions"], [self._watched]), *notify],
                 )
 
     def _watch(
@@ -422,7 +421,7 @@ class Watches(Construct):
             pattern=events.EventPattern(
                 source=["aws.states"],
                 detail_type=["Step Functions Execution Status Change"],
-                detail={"stateMachineArn": [self._watched.state_machine_arn], "status": list(statuses)},
+                detail={"stateMachineArn": [self._watched], "status": list(statuses)},
             ),
             given={"execution": events.EventField.from_path("$.detail.executionArn")},
         )
