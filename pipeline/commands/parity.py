@@ -23,6 +23,7 @@ from pipeline.commands.terminal import left, right, say, simple_table
 from pipeline.config import KeyRole, RunConfig, flattened, is_below, keys_of
 from pipeline.contract import Queue, RunPaths, Stage
 from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput
+from pipeline.evaluation.gate import ROUNDING
 from pipeline.evaluation.query_values import QueryValues
 from pipeline.evaluation.statistics import bootstrap
 from pipeline.plan import RunPlan
@@ -31,8 +32,6 @@ from pipeline.run.request import read_request
 
 MIN_QUERIES = 2000
 """Fewer cannot show a difference of 0.1 % even between models whose queries hardly differ."""
-ROUNDING = 1e-12
-"""Slack of the comparison with the tolerance: means differ by about 1e-16 through rounding."""
 HOLDOUT = "whole hold-out"
 """Name of the evaluate stage's evaluation, which has no step."""
 
