@@ -61,6 +61,7 @@ from pipeline.errors import (
     one_line,
 )
 from pipeline.host import gang, own_job
+from pipeline.host.child import read_failure
 from pipeline.host.deadlines import Deadlines
 from pipeline.host.exhaustion import exhaustion
 from pipeline.host.launch import RankLaunch
@@ -407,10 +408,10 @@ class Supervisor:
         uri = self._paths.failure(self._stage)
         if ended is not None:
             store.write_bytes(uri, ended.to_json())
-        elif store.exists(uri):
-            earlier = StageFailure.from_json(store.read_bytes(uri))
-            if done or earlier.node == self._node.index or STAGES[self._stage].shape != Shape.ARRAY:
-                store.delete(uri)
+        elif (earlier := read_failure(self._paths, self._stage)) and (
+            done or earlier.node == self._node.index or STAGES[self._stage].shape != Shape.ARRAY
+        ):
+            store.delete(uri)
 
     def _note(self, exit_code: int | None) -> None:
         """Record how long this node has been used (pipeline/cost.py): now and then, and finally when it ends."""
