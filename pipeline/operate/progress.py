@@ -244,20 +244,20 @@ class Tracker:
         return 0.0
 
 
+@dataclass(eq=False)
 class PlainDisplay(AbstractContextManager["PlainDisplay"]):
     """Lines for logs and pipes: when a stage starts or ends, and its progress from time to time.
 
-    Args:
+    Attributes:
         every: time between two lines of progress.
     """
 
-    def __init__(self, console: Console, every: timedelta = PLAIN_PROGRESS) -> None:
-        self._console = console
-        self._every = every.total_seconds()
-        self._began = time.monotonic()
-        self._states: dict[Stage, str] = {}
-        self._progress_at = time.monotonic()
-        self._notes = ("", "")
+    console: Console
+    every: timedelta = PLAIN_PROGRESS
+    _began: float = field(init=False, default_factory=time.monotonic)
+    _progress_at: float = field(init=False, default_factory=time.monotonic)
+    _states: dict[Stage, str] = field(init=False, default_factory=dict)
+    _notes: tuple[str, str] = field(init=False, default=("", ""))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         """Do nothing."""
@@ -279,12 +279,12 @@ class PlainDisplay(AbstractContextManager["PlainDisplay"]):
                 self._line(f"{line.stage:<13} " + "; ".join([f"{line.state} after {clock(line.elapsed)}", *_found(line)]))
             self._states[line.stage] = line.state
             self._progress_at = time.monotonic()
-        if (running := tracker.running) and time.monotonic() - self._progress_at >= self._every:
+        if (running := tracker.running) and time.monotonic() - self._progress_at >= self.every.total_seconds():
             self._line(f"{running.stage:<13} " + "; ".join([running.doing, *_found(running)]))
             self._progress_at = time.monotonic()
 
     def _line(self, text: str) -> None:
-        say(self._console, f"{clock(timedelta(seconds=time.monotonic() - self._began)):>8}  {text}")
+        say(self.console, f"{clock(timedelta(seconds=time.monotonic() - self._began)):>8}  {text}")
 
 
 class LiveDisplay(Live):
