@@ -240,7 +240,9 @@ class _Application:
             return self._stop_execution(request)
         if self._dynamodb is not None and MUTATIONS.fullmatch(target):
             response = self._answer_by_moto(request)
-            self._keep_lock_items()
+            with self._lock_items:
+                items = self._dynamodb.scan(TableName=self._stack.table["TableName"])["Items"]
+                write_atomically(self._lock_file, json.dumps(items, indent=1).encode())
             return response
         return self._moto
 
@@ -298,13 +300,6 @@ class _Application:
                 # moto gives an execution without a name none at all.
                 client.start_execution(stateMachineArn=watch, name=str(uuid.uuid4()), input=json.dumps({"execution": execution}))
         return response
-
-    def _keep_lock_items(self) -> None:
-        with self._lock_items:
-            write_atomically(
-                self._lock_file,
-                json.dumps(self._dynamodb.scan(TableName=self._stack.table["TableName"])["Items"], indent=1).encode(),
-            )
 
 
 def _json_response(answer: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
