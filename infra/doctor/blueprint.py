@@ -14,7 +14,6 @@ from typing import Any
 
 from infra.app import synthesize
 from infra.cdk_context import ENVIRONMENT_KEY, parse_context, read_context, read_settings
-from infra.nodejs import choose_node
 from infra.settings import Settings
 from infra.templates import Stacks
 
@@ -159,8 +158,7 @@ def read_blueprint(assembly: Path, settings: Settings) -> Blueprint:
     Args:
         assembly: the folder that `cdk synth` wrote.
     """
-    choose_node()
-    # CDK starts its Node.js process when it is imported, so not before the choice above.
+    # CDK starts its Node.js process when it is imported, so not before `synthesize` has chosen one.
     from aws_cdk import aws_ec2 as ec2
 
     from infra.constructs.network import INTERFACE_ENDPOINTS
