@@ -164,8 +164,7 @@ def _refused(shards: Sequence[IngestedShard], rows: Places, earlier: Places) -> 
     sorted_facts = [fact for found in in_threads(read, list(pieces(number[order], file[order], row[order]))) for fact in found]
     facts = [sorted_facts[place] for place in np.argsort(order).tolist()]
     for shard, own, other in zip(rows[0].tolist(), facts, facts[len(rows[0]) :], strict=False):
-        reason = f"id {own['id']!r} has another document at {other['at']}"
-        yield shard, BadRow(own["at"], reason, own["id"][:EXCERPT_CHARACTERS])
+        yield shard, BadRow(own["at"], f"id {own['id']!r} has another document at {other['at']}", own["id"][:EXCERPT_CHARACTERS])
 
 
 def _add(digests: list[IdDigest], keys: Hashes) -> None:

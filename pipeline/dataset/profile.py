@@ -101,8 +101,7 @@ def _differences(profile: DataProfile, last: DataProfile) -> Iterator[tuple[str,
         ("median_length", "median tokens of queries", profile.median_query, last.median_query),
         ("median_length", "median tokens of documents", profile.median_document, last.median_document),
     ):
-        ratio = max(now, before) / max(min(now, before), 1e-9)
-        yield name, f"{what}: {now:,.0f}, {before:,.0f} last week", ratio
+        yield name, f"{what}: {now:,.0f}, {before:,.0f} last week", max(now, before) / max(min(now, before), 1e-9)
     for name, what, shares, earlier in (
         ("locale_share", "locale", profile.locales, last.locales),
         ("task_share", "task", profile.tasks, last.tasks),

@@ -473,5 +473,4 @@ def written(record: Record) -> str:
 
 def bad_row(uri: str, line: int, reason: str, row: str) -> BadRow:
     # The excerpt is written to a UTF-8 file, so half surrogates are replaced.
-    excerpt = row[:EXCERPT_CHARACTERS].encode(errors="replace").decode()
-    return BadRow(f"{uri}:{line}", reason, excerpt)
+    return BadRow(f"{uri}:{line}", reason, row[:EXCERPT_CHARACTERS].encode(errors="replace").decode())

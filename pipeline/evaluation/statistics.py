@@ -46,8 +46,7 @@ class Units(NamedTuple):
     def within(self, chosen: npt.NDArray[np.bool_]) -> Units:
         """Return those of some queries, (queries,), which are counted anew."""
         own = chosen[self.query]
-        numbers = np.cumsum(chosen) - 1
-        return Units(numbers[self.query[own]], np.unique(self.unit[own], return_inverse=True)[1])
+        return Units((np.cumsum(chosen) - 1)[self.query[own]], np.unique(self.unit[own], return_inverse=True)[1])
 
 
 def resampled(statistics: Callable[[Values], Values], units: Units, *, samples: int, seed: int) -> Values:

@@ -344,8 +344,7 @@ class TorchrunRanks(Ranks):
         left = self._left(self.numbers)
         if left or self._stopped:
             return left
-        own_log = (self._launch.folder / "torchrun.err").read_text("utf-8", "replace")
-        if first := neuron_launch.FAILED_RANK.search(own_log):
+        if first := neuron_launch.FAILED_RANK.search((self._launch.folder / "torchrun.err").read_text("utf-8", "replace")):
             return [self._unexplained(self._launch.rank(int(first["rank"])), int(first["code"]))]
         # torchrun was killed and its ranks died with it; or the other nodes never came.
         error = torchrun_end(code, self._own.last_lines(-1), started=bool(self._pids))

@@ -211,8 +211,7 @@ def _within(moment: str, first: datetime | None, last: datetime | None) -> bool:
 
 def _stored(state: Path) -> Iterator[RunRow]:
     """Yield each run's newest execution from the files of a state folder."""
-    paths = (state / "bucket/runs").glob("*/input.json")
-    for path in (path for path in paths if RUN_ID_PATTERN.fullmatch(path.parent.name)):
+    for path in (path for path in (state / "bucket/runs").glob("*/input.json") if RUN_ID_PATTERN.fullmatch(path.parent.name)):
         files = LocalFiles(path.parent)
         given = json_object(files.read(IN_FOLDER.input))
         execution = str(given.get("execution_arn", "")).rpartition(":")[2] or path.parent.name

@@ -226,8 +226,7 @@ def plan_published(
         ) from error
     form = config.model_copy(update={"model": own_form(folder, config.model)})
     backbone, _ = inspect_folder(folder, form.model)
-    own = load_tokenizer(folder)
-    same_tokens = (own.digest, lengths.within(text_positions(backbone))) == (tokenizer.digest, lengths)
+    same_tokens = (load_tokenizer(folder).digest, lengths.within(text_positions(backbone))) == (tokenizer.digest, lengths)
     fits = plan_graphs(form, world, backbone, context.paths.bucket_root)
     return Published(
         run=pointer.run,
