@@ -103,15 +103,15 @@ def environments(subject: Subject) -> Findings:
         name, status, state = (environment[key] for key in ("computeEnvironmentName", "status", "state"))
         if (status, state) == ("VALID", "ENABLED"):
             yield ok("compute environment", f"{name}: VALID, ENABLED")
-            continue
-        yield problem(
-            f"the compute environment {name} is {state if status == 'VALID' else status}",
-            value=environment.get("statusReason", ""),
-            rule="hosts start in VALID and ENABLED environments only",
-            remedy=f"aws batch update-compute-environment --state ENABLED --compute-environment {name}"
-            if status == "VALID"
-            else f"correct what the reason names; then {CDK} deploy",
-        )
+        else:
+            yield problem(
+                f"the compute environment {name} is {state if status == 'VALID' else status}",
+                value=environment.get("statusReason", ""),
+                rule="hosts start in VALID and ENABLED environments only",
+                remedy=f"aws batch update-compute-environment --state ENABLED --compute-environment {name}"
+                if status == "VALID"
+                else f"correct what the reason names; then {CDK} deploy",
+            )
 
 
 @check(
