@@ -247,10 +247,10 @@ def runs(
     found = listing.runs(stack, state, limit)
     if as_json:
         typer.echo(listing.as_json(found))
-        return
-    from pipeline.commands.terminal import print_table
+    else:
+        from pipeline.commands.terminal import print_table
 
-    print_table(listing.table(found))
+        print_table(listing.table(found))
 
 
 @app.command()

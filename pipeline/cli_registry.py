@@ -31,8 +31,8 @@ def registry_show(
     found = registry.history(registry.root_of(bucket, state), name)
     if as_json:
         typer.echo(json.dumps(found, indent=1))
-        return
-    print_table(registry.table(found))
+    else:
+        print_table(registry.table(found))
 
 
 @registry_app.command("pin")

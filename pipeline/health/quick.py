@@ -84,12 +84,12 @@ def uncast() -> Iterator[None]:
     """Compile the graphs met inside without the compiler's casts, whatever training uses. Flags are part of a graph's key."""
     if (flags := os.environ.get(FLAGS_VARIABLE)) is None:
         yield
-        return
-    os.environ[FLAGS_VARIABLE] = without_casts(flags)
-    try:
-        yield
-    finally:
-        os.environ[FLAGS_VARIABLE] = flags
+    else:
+        os.environ[FLAGS_VARIABLE] = without_casts(flags)
+        try:
+            yield
+        finally:
+            os.environ[FLAGS_VARIABLE] = flags
 
 
 def known_product(device: Device) -> TestRecord:

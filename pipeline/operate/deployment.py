@@ -266,16 +266,16 @@ def open_site(stack: str, state: Path | None) -> Iterator[Site]:
             )
         with only_environment(record.environment):
             yield Site(record.state_machine, state=state)
-        return
-    outputs = stack_outputs(Site(""), stack)
-    if STATE_MACHINE_OUTPUT not in outputs:
-        raise BadConfig(
-            "the stack is not a pipeline",
-            value=f"{stack}: outputs {', '.join(sorted(outputs)) or 'none'}",
-            rule=f"the pipeline's stack has the output {STATE_MACHINE_OUTPUT}",
-            remedy="name the stack that is called as `name` in cdk.json, without -data",
-        )
-    yield Site(outputs[STATE_MACHINE_OUTPUT], stack=stack, log_group=outputs.get(LOG_GROUP_OUTPUT))
+    else:
+        outputs = stack_outputs(Site(""), stack)
+        if STATE_MACHINE_OUTPUT not in outputs:
+            raise BadConfig(
+                "the stack is not a pipeline",
+                value=f"{stack}: outputs {', '.join(sorted(outputs)) or 'none'}",
+                rule=f"the pipeline's stack has the output {STATE_MACHINE_OUTPUT}",
+                remedy="name the stack that is called as `name` in cdk.json, without -data",
+            )
+        yield Site(outputs[STATE_MACHINE_OUTPUT], stack=stack, log_group=outputs.get(LOG_GROUP_OUTPUT))
 
 
 def stack_outputs(site: Site, stack: str) -> dict[str, str]:
