@@ -246,7 +246,9 @@ def plan_reference(paths: RunPaths, inputs: RunInputs, rows: PlannedRows) -> str
         for config in (inputs.config, plan.config)
     )
     # The rows of a test file that is no longer one may be trained on.
-    held, kept = ({one.rows for one in shards if one.setting.endswith(".holdout")} for shards in (listed, inputs.shards))
+    held, kept = (
+        {(one.uri, one.version) for one in shards if one.setting.endswith(".holdout")} for shards in (listed, inputs.shards)
+    )
     if (inputs.tokenizer, own) != (plan.embed.tokenizer, other) or held - kept:
         log.warning(
             "the reference, run %s, has another kind of hold-out, other tokens, lengths or classes, or test files (data.holdout) "

@@ -170,8 +170,10 @@ def check_parent(folder: Path, config: RunConfig, dimension: int) -> tuple[PreTr
             rule=f"shorter embeddings are the first numbers of the model's {dimension} ({backbone.model_type})",
             remedy=f"choose sizes below {dimension}, or leave them out: all numbers are trained and published then",
         )
-    read = {home.parent.name: read_object(home)["in_features"] for home in (folder / CLASSIFIERS).glob("*/config.json")}
-    if problems := [f"task {task}: {size}" for task, size in read.items() if task in config.train.classes and size != dimension]:
+    read = {home.parent.name: read_object(home).get("in_features") for home in (folder / CLASSIFIERS).glob("*/config.json")}
+    if problems := [
+        f"task {task}: {size}" for task, size in read.items() if task in config.train.classes and size not in (None, dimension)
+    ]:
         raise BadConfig(
             "the parent's classifiers read embeddings of another size",
             value=[f"embeddings of {dimension} numbers", *problems],
