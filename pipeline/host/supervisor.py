@@ -285,10 +285,12 @@ class Supervisor:
                     self._best_effort(partial(gang.write_exit, self._paths, self._stage, self._node, ended))
                 ranks.stop(self._deadlines.stop_seconds)
                 return ended
+            # Asked before their failures: a rank that fails between the two questions counts in the next round.
+            all_ended = ranks.ended
             if ranks.failures():
                 self._end_ranks(ranks)
                 return failure.cause(ranks.failures())
-            if ranks.ended:
+            if all_ended:
                 return None
             if stalls := watchdog.stalls(running):
                 ranks.abort_with_stacks([stall.rank for stall in stalls])

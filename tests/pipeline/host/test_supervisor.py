@@ -24,6 +24,7 @@ from pipeline.cost import NodeAttempt
 from pipeline.errors import ExitCode
 from pipeline.host import gang
 from pipeline.host.deadlines import Deadlines
+from pipeline.host.ranks import ProcessRanks
 from pipeline.host.supervisor import Supervisor
 from pipeline.run.world import NodeWorld
 from pipeline.run_inputs import PlannedWorld
@@ -363,6 +364,28 @@ def test_a_supervisor_whose_own_files_fail_says_so(
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert Supervisor(Stage.HEALTH_CHECK, paths, NodeWorld(), Deadlines()).run() == code
     assert what in failure_of(paths).what
+
+
+def test_a_rank_that_fails_between_two_questions_is_no_success(
+    planned: Any, scripted_stage: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that asks for failures, hears of none, and then finds all ranks ended."""
+    failures = ProcessRanks.failures
+
+    def then_it_ends(ranks: ProcessRanks) -> list[StageFailure]:
+        found = failures(ranks)
+        for process in ranks._processes.values():
+            process.wait()
+        return found
+
+    monkeypatch.setattr(ProcessRanks, "failures", then_it_ends)
+    # This process is the test's.
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    for name, value in {**scripted_stage, "TRNPIPE_TEST_RANK": "time.sleep(1); raise ValueError('a late one')"}.items():
+        monkeypatch.setenv(name, value)
+    paths = planned()
+    assert Supervisor(Stage.HEALTH_CHECK, paths, NodeWorld(), Deadlines()).run() == ExitCode.DEFECT
+    assert "a late one" in failure_of(paths).what
 
 
 def test_a_child_of_an_array_leaves_its_sisters_failure(tmp_path: Path) -> None:
