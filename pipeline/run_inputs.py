@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -20,6 +20,9 @@ class PlanSection(Section):
         return self.model_dump_json(indent=1).encode()
 
 
+FileT = TypeVar("FileT", bound="PlanFile")
+
+
 class PlanFile(PlanSection):
     """A section that is a file of the run folder.
 
@@ -30,7 +33,7 @@ class PlanFile(PlanSection):
     named: ClassVar[tuple[str, str]]
 
     @classmethod
-    def from_json(cls, data: bytes) -> Self:
+    def from_json(cls: type[FileT], data: bytes) -> FileT:
         """Return what a file holds.
 
         Raises:
