@@ -161,3 +161,28 @@ def _statements(path: Path) -> int:
         and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str))
         for node in ast.walk(ast.parse(path.read_text()))
     )
+
+
+NEWER = {
+    "asyncio": {"Runner", "TaskGroup", "timeout"},
+    "contextlib": {"chdir"},
+    "datetime": {"UTC"},
+    "enum": {"ReprEnum", "StrEnum", "member", "nonmember", "verify"},
+    "hashlib": {"file_digest"},
+    "itertools": {"batched"},
+    "typing": {"LiteralString", "Never", "NotRequired", "Required", "Self", "TypeVarTuple", "Unpack", "assert_never", "override"},
+}
+"""Names that Python 3.10 does not have ("What's New In Python 3.11" and 3.12)."""
+
+
+def test_the_oldest_python_has_all_that_is_imported_from_its_library() -> None:
+    found = [
+        f"{path}: {node.module}.{alias.name}"
+        for folder in ("infra", "pipeline")
+        for path in (Path(__file__).parents[1] / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name in NEWER.get(node.module or "", ())
+    ]
+    assert found == []

@@ -158,8 +158,13 @@ def open_miner(context: StageContext, inputs: RunInputs) -> Miner:
     search = None
     if device.kind not in HOST_KINDS:
         context.heartbeat.beat(note="compiling the search")
-        path = context.scratch / f"search-{context.world.local_rank}.pt"
-        search = DeviceSearch(device, manifest["dimension"], depth, exact_flags(config.compile), path)
+        search = DeviceSearch(
+            device,
+            manifest["dimension"],
+            depth,
+            exact_flags(config.compile),
+            context.scratch / f"search-{context.world.local_rank}.pt",
+        )
     return Miner(
         context=context,
         inputs=inputs,
